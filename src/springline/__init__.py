@@ -1,0 +1,12 @@
+"""springline trains one model on many loosely coupled workers.
+
+Each worker keeps its own parameters and its own optimizer and, every few steps, exchanges with a
+shared center that pulls it back like a mooring line.
+"""
+
+from springline.center import LocalCenter, SharedCenter
+from springline.rules import AGN, ElasticAverage, ModelAverage
+from springline.worker import Worker
+
+__version__ = "0.1.0"
+__all__ = ["AGN", "ElasticAverage", "LocalCenter", "ModelAverage", "SharedCenter", "Worker"]

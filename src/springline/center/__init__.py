@@ -1,0 +1,31 @@
+"""Where the center lives."""
+
+from springline.center.center import Center, Local, Member
+from springline.center.errors import (
+    CenterError,
+    CheckpointError,
+    LayoutError,
+    NonFiniteError,
+    RankError,
+    RoundTimeoutError,
+    SettingsError,
+)
+from springline.center.layout import Layout
+from springline.center.local import LocalCenter
+from springline.center.shared import SharedCenter
+
+__all__ = [
+    "Center",
+    "CenterError",
+    "CheckpointError",
+    "Layout",
+    "LayoutError",
+    "Local",
+    "LocalCenter",
+    "Member",
+    "NonFiniteError",
+    "RankError",
+    "RoundTimeoutError",
+    "SettingsError",
+    "SharedCenter",
+]

@@ -1,0 +1,148 @@
+"""The contract of a center: where `c` lives and where a rule's `merge` runs.
+
+A `Center` holds the parameters, the version (exchanges so far), the outer optimizer's state and
+the members. `join` gives a `Member`, through which one worker exchanges. Every center passes the
+suite in `tests/contracts/` for what it declares it can do.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from springline.center.errors import LayoutError
+from springline.center.layout import Bytes, Layout
+from springline.rules.rule import Rule
+
+
+class Local:
+    """One worker's flat buffers, laid out as the center is.
+
+    Args:
+        layout: the model's.
+        rule: decides which buffers there are.
+
+    Attributes:
+        x: the worker's parameters and buffers.
+        a: its accumulated gradient, if the rule has one.
+        copy: `c̃`, if the rule needs it.
+        gradients: how many gradients `a` holds.
+        seen: per entry, whether `a` holds a gradient for it; where not, its part of `a` is void.
+        rates: per entry, the learning rate that travels with the message.
+        steps: local steps that the worker's rank has made, over all its lives.
+    """
+
+    def __init__(self, layout: Layout, rule: Rule) -> None:
+        self.layout = layout
+        self.x: Bytes = layout.allocate()
+        self.a: Bytes | None = layout.allocate() if rule.accumulates else None
+        self.copy: Bytes | None = layout.allocate() if rule.keeps_copy else None
+        self.gradients = 0
+        self.seen: NDArray[np.bool_] = np.zeros(len(layout.entries), bool)
+        rate = rule.outer.learning_rate if rule.outer else 0.0
+        self.rates: NDArray[np.float64] = np.full(len(layout.entries), rate)
+        self.steps = 0
+
+    def forget_gradients(self) -> None:
+        """`a ← 0`, without touching its memory."""
+        self.gradients = 0
+        self.seen[:] = False
+
+
+class Member(ABC):
+    """One worker's place at a center."""
+
+    rank: int
+    start_step: int  # how far this rank had come when it joined; 0 in a new run
+
+    @abstractmethod
+    def exchange(self, local: Local) -> None:
+        """Exchange with the center: contribute, merge, adopt, shard by shard.
+
+        Raises:
+            NonFiniteError: `local` holds NaN or Inf. The block that does was not applied, the
+                accumulated gradient is cleared, and nobody waits for this worker.
+            RoundTimeoutError: others did not come in time (synchronous rules).
+        """
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Wait, once in the life of a center, until all configured workers have joined."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Give the rank back. Nobody waits for this worker any more."""
+
+
+class Center(ABC):
+    """The shared parameters."""
+
+    asynchronous: ClassVar[bool]  # takes the asynchronous rules
+    synchronous: ClassVar[bool]  # takes the synchronous rules
+    by_path: ClassVar[bool]  # any process can open it by its path
+
+    @property
+    @abstractmethod
+    def layout(self) -> Layout:
+        """The model's layout."""
+
+    @property
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """What all its workers agree on: rule, period, workers, moving rate, ..."""
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """Exchanges so far (rounds, for the synchronous rules). It never goes back."""
+
+    @abstractmethod
+    def members(self) -> list[int]:
+        """Return the ranks of the live members."""
+
+    @abstractmethod
+    def read(self, out: Bytes | None = None) -> Bytes:
+        """Copy the center, consistent per shard, into a flat buffer."""
+
+    @abstractmethod
+    def join(self, rank: int, rule: Rule, timeout: float | None = None) -> Member:
+        """Become the worker of that rank.
+
+        Args:
+            rank: 0 to workers − 1; refused if a live worker has it.
+            rule: the worker's; refused if it differs from the center's.
+            timeout: seconds after which waiting for others fails and names them. Without it
+                a warning names them every 30 seconds.
+        """
+
+    @abstractmethod
+    def save(self, path: Path) -> None:
+        """Write a checkpoint: the center, its version, settings and outer state."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the center's memory in this process."""
+
+    def check_layout(self, layout: Layout) -> None:
+        """Refuse a model that differs from the center's; name the first difference."""
+        difference = self.layout.difference(layout)
+        if difference:
+            raise LayoutError(
+                f"The model differs from the center's: {difference}. Is it another model's run? "
+                "Use the model that the run was started with, or start a new run."
+            )
+
+    def values(self) -> Mapping[str, NDArray[Any]]:
+        """Return a copy of the center by name."""
+        return self.layout.views(self.read())
+
+    def __enter__(self) -> Center:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,158 @@
+"""What a center's memory holds, and where: the same for every process that maps it.
+
+table     a few counters per rank and per shard
+center    c, as the layout says
+state     the outer optimizer's, one copy
+slots     one model per worker, for rounds; none for the asynchronous rules
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from springline.center.layout import ALIGNMENT, Bytes, Layout, Run
+from springline.rules.rule import Rule
+
+PAGE = 4096
+Spec = tuple[int, str, tuple[int, ...], float]  # parameter, key, shape, first value
+# Columns of the table, one row per rank. Each row has one writer at a time: its rank's process.
+EXCHANGES, STEPS, SETTLED, CONTRIBUTED, ADOPTED, MEMBER_OF = range(6)
+COLUMNS = 8
+# The head, before the rows. Written under the round's lock.
+CLOSED, STARTED, BASE = range(3)
+
+
+@dataclass(frozen=True)
+class StateEntry:
+    """One array of the outer optimizer's state and its place in the region `state`."""
+
+    parameter: int  # index of the layout's entry
+    key: str
+    shape: tuple[int, ...]
+    first: float
+    offset: int
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+    def view(self, buffer: Bytes) -> NDArray[Any]:
+        """Return the array in the region `state`."""
+        part = buffer[self.offset : self.offset + self.nbytes]
+        return part.view(self.dtype).reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout, what all workers agree on, and the state that their rule needs."""
+
+    layout: Layout
+    settings: dict[str, Any]
+    synchronous: bool
+    whole: bool  # shards keep parameters whole, for an outer optimizer
+    state: tuple[StateEntry, ...]
+
+    @classmethod
+    def of(cls, layout: Layout, rule: Rule, use_locking: bool) -> Plan:
+        """Plan a center for a rule."""
+        outer = rule.outer
+        specs: list[Spec] = [
+            (index, key, shape, first)
+            for index, e in enumerate(layout.entries)
+            if outer and e.kind == "parameter"
+            for key, (shape, first) in outer.state(e.shape).items()
+        ]
+        settings = rule.settings() | {"use_locking": use_locking}
+        return cls(layout, settings, rule.synchronous, outer is not None, _place(layout, specs))
+
+    @property
+    def use_locking(self) -> bool:
+        """Whether an exchange is atomic, per shard."""
+        return bool(self.settings["use_locking"])
+
+    @property
+    def workers(self) -> int:
+        """The configured number of workers."""
+        return int(self.settings["workers"])
+
+    @cached_property
+    def shards(self) -> tuple[Run, ...]:
+        """The layout's shards."""
+        return tuple(self.layout.shards(self.whole))
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of the outer optimizer's state."""
+        return self.state[-1].offset + self.state[-1].nbytes if self.state else 0
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the whole memory."""
+        *_, (_, stop) = self._regions()
+        return stop
+
+    def _regions(self) -> Iterator[tuple[int, int]]:
+        at = 0
+        slots = self.workers if self.synchronous else 0
+        table = 8 * COLUMNS * (1 + self.workers) + 8 * len(self.shards)
+        for size in (table, self.layout.nbytes, self.state_nbytes, *[self.layout.nbytes] * slots):
+            yield at, at + size
+            at += -(-size // PAGE) * PAGE
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `from_json` takes."""
+        return {
+            "settings": self.settings,
+            "synchronous": self.synchronous,
+            "whole": self.whole,
+            "layout": self.layout.to_json(),
+            "state": [[s.parameter, s.key, list(s.shape), s.first] for s in self.state],
+        }
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Plan:
+        """Read what `to_json` wrote."""
+        layout = Layout.from_json(values["layout"])
+        state = _place(layout, [(i, key, tuple(n), first) for i, key, n, first in values["state"]])
+        return cls(layout, values["settings"], values["synchronous"], values["whole"], state)
+
+
+class Memory:
+    """Views of one flat memory, as a plan says."""
+
+    def __init__(self, plan: Plan, raw: Bytes) -> None:
+        table, center, state, *slots = (raw[start:stop] for start, stop in plan._regions())
+        numbers = table.view(np.int64)
+        rows = 1 + plan.workers
+        self.head = numbers[:COLUMNS]
+        self.ranks = numbers[COLUMNS : COLUMNS * rows].reshape(plan.workers, COLUMNS)
+        self.reduced = numbers[COLUMNS * rows :]  # per shard: the last round it holds
+        self.center = center
+        self.state = state
+        self.slots = slots
+
+    def state_of(self, plan: Plan) -> dict[int, dict[str, NDArray[Any]]]:
+        """Return the outer optimizer's arrays by parameter and key."""
+        arrays: dict[int, dict[str, NDArray[Any]]] = {}
+        for entry in plan.state:
+            arrays.setdefault(entry.parameter, {})[entry.key] = entry.view(self.state)
+        return arrays
+
+
+def _place(layout: Layout, specs: Iterable[Spec]) -> tuple[StateEntry, ...]:
+    entries: list[StateEntry] = []
+    offset = 0
+    for parameter, key, shape, first in specs:
+        dtype = layout.entries[parameter].center_dtype
+        entries.append(StateEntry(parameter, key, shape, first, offset, dtype))
+        offset += -(-entries[-1].nbytes // ALIGNMENT) * ALIGNMENT
+    return tuple(entries)

@@ -1,0 +1,46 @@
+"""Buffers (BatchNorm's averages) under the asynchronous rules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from springline.rules.average import ModelAverage
+from springline.rules.rule import Array, CenterBlock, LocalBlock, Rule
+
+
+def buffer_rule(rule: Rule) -> Rule:
+    """Return the rule for buffers beside `rule`: model averaging's own, else `BufferAverage`."""
+    if isinstance(rule, ModelAverage):
+        return rule
+    return BufferAverage(period=rule.period, workers=rule.workers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferAverage(Rule):
+    """The center follows the workers' buffers `b` and every worker takes it over.
+
+    ```
+    c ← c + (b − c)/p      b ← c
+    ```
+    """
+
+    name: ClassVar[str] = "buffers"
+
+    def contribute(self, local: LocalBlock, c: Array, gradients: int) -> Array:
+        """`(b − c)/p`."""
+        np.subtract(local.x, c, out=local.message)
+        np.divide(local.message, self.workers, out=local.message)
+        return local.message
+
+    def merge(self, center: CenterBlock, messages: Sequence[Array], rate: float) -> None:
+        """`c ← c + (b − c)/p`."""
+        for message in messages:
+            np.add(center.c, message, out=center.c)
+
+    def adopt(self, local: LocalBlock, message: Array, c: Array) -> None:
+        """`b ← c`."""
+        np.copyto(local.x, c)

@@ -1,0 +1,214 @@
+"""A worker: its own parameters, a step counter, and an exchange every τ steps."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from springline.center.center import Center, Local
+from springline.center.layout import Layout
+from springline.center.local import LocalCenter
+from springline.center.shared import SharedCenter
+from springline.rules.rule import Rule
+
+Array = NDArray[Any]
+
+
+class Worker:
+    """All that a front end has to wrap.
+
+    A step of a training loop is::
+
+        gradients = ...                      # of the loss at worker.parameters
+        worker.observe(gradients)            # the rule sees them
+        inner.step(worker.parameters, ...)   # any optimizer, in place
+        worker.step()                        # counts, and exchanges when it is due
+
+    Args:
+        parameters: the model's, by name. `worker.parameters` has arrays of the same names, shapes
+            and dtypes; train those, in place.
+        rule: what an exchange does.
+        center: a center; or the directory of a shared one, made by whoever comes first; or None
+            for a center of this worker's own.
+        rank: this worker's, 0 to `rule.workers` − 1.
+        buffers: floating-point arrays that are not trained (BatchNorm's averages), by name.
+        use_locking: whether an exchange is atomic, per shard; for a center that is made here.
+        synchronous: whether to wait for all workers before the first step. By default only the
+            synchronous rules do. A center that has started once never waits again.
+        timeout: seconds after which waiting for others fails, naming them.
+
+    Example: one worker alone, moving_rate 1, two steps by hand.
+
+    >>> from springline.rules import ElasticAverage
+    >>> rule = ElasticAverage(period=2, moving_rate=1.0)
+    >>> worker = Worker({"v": np.zeros(1)}, rule)
+    >>> for _ in range(2):
+    ...     worker.parameters["v"] += 1
+    ...     exchanged = worker.step()
+    >>> exchanged, worker.parameters["v"].tolist(), worker.center.values()["v"].tolist()
+    (True, [0.0], [2.0])
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Array],
+        rule: Rule,
+        center: Center | str | Path | None = None,
+        rank: int = 0,
+        *,
+        buffers: Mapping[str, Array] | None = None,
+        use_locking: bool = True,
+        synchronous: bool | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        self.rule = rule
+        self.layout = Layout.of(parameters, buffers)
+        values = {**parameters, **(buffers or {})}
+        if center is None:
+            center = LocalCenter(self.layout, rule, values, use_locking=use_locking)
+        elif not isinstance(center, Center):
+            center = SharedCenter.create_or_join(
+                center, self.layout, rule, values, use_locking=use_locking
+            )
+        else:
+            center.check_layout(self.layout)
+        self.center = center
+        self.local = Local(self.layout, rule)
+        self.member = center.join(rank, rule, timeout)
+        self.local_step = 0
+        self.start_step = self.member.start_step
+        self.exchanges = 0
+        self.exchange_seconds = 0.0
+        self._period = rule.period
+        self._finished = False
+        self._leftover = 0
+        wide = self.layout.views(self.local.x)
+        narrow = {e.name: e.dtype for e in self.layout.entries if e.dtype != e.center_dtype}
+        # float16 parameters train in their own dtype and are widened for an exchange.
+        self._narrow = {name: (np.empty_like(values[name]), wide[name]) for name in narrow}
+        arrays = {n: self._narrow[n][0] if n in self._narrow else wide[n] for n in wide}
+        self.parameters = {name: arrays[name] for name in parameters}
+        self.buffers = {name: arrays[name] for name in buffers or {}}
+        self._a = self.layout.views(self.local.a) if self.local.a is not None else {}
+        self._copy = self.layout.views(self.local.copy) if self.local.copy is not None else {}
+        self._work = np.empty(0, np.uint8)
+        self.take_center()
+        try:
+            if rule.synchronous if synchronous is None else synchronous:
+                self.member.barrier()
+        except BaseException:
+            self.member.leave()
+            raise
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank."""
+        return self.member.rank
+
+    @property
+    def bytes_exchanged(self) -> int:
+        """Bytes that have gone to the center and come back."""
+        return 2 * self.layout.nbytes * self.exchanges
+
+    def take_center(self) -> None:
+        """`x ← c`, `c̃ ← c`, `a ← 0`: as before the first step."""
+        self.center.read(self.local.x)
+        if self.local.copy is not None:
+            np.copyto(self.local.copy, self.local.x)
+        self.local.forget_gradients()
+        self._narrow_down()
+
+    def observe(self, gradients: Mapping[str, Array]) -> None:
+        """Show the rule this step's gradients, before the inner optimizer uses them.
+
+        Elastic averaging with ρ > 0 adds `ρ(x − c̃)` to them, in place. AGN accumulates them; a
+        parameter that is not among them had no gradient in this step.
+        """
+        if self._copy:
+            for name, g in gradients.items():
+                x = self.parameters[name]
+                self.rule.penalize(g, x, self._copy[name], self._room_like(self._copy[name]))
+        if self._a:
+            local, index = self.local, self.layout.index
+            for name, g in gradients.items():
+                entry, a = index[name], self._a[name]
+                if local.seen[entry]:
+                    np.add(a, g, out=a)
+                else:
+                    np.copyto(a, g)
+                    local.seen[entry] = True
+            local.gradients += 1
+
+    def step(self) -> bool:
+        """Count a local step; exchange if it is due. Return whether it was."""
+        self.local_step += 1
+        if self.local_step % self._period:
+            return False
+        self.exchange()
+        return True
+
+    def exchange(self) -> None:
+        """Exchange with the center now."""
+        start = time.perf_counter()
+        self._check_observed()
+        self._leftover = self.local_step
+        self.local.steps = self.start_step + self.local_step
+        for narrow, wide in self._narrow.values():
+            np.copyto(wide, narrow)
+        self.member.exchange(self.local)
+        self._narrow_down()
+        self.exchanges += 1
+        self.exchange_seconds += time.perf_counter() - start
+
+    def set_learning_rate(self, rate: float | Mapping[str, float]) -> None:
+        """Set the rate that travels with AGN's messages: one for all, or one per parameter."""
+        rates = rate if isinstance(rate, Mapping) else dict.fromkeys(self.parameters, rate)
+        for name, value in rates.items():
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(
+                    f"A learning rate must be a finite number >= 0. Received: {value!r} "
+                    f"for {name!r}."
+                )
+            self.local.rates[self.layout.index[name]] = value
+
+    def finish(self) -> None:
+        """Exchange what the last period left over, and leave the center."""
+        if not self._finished:
+            self._finished = True
+            try:
+                if self.local_step > self._leftover:
+                    self.exchange()
+            finally:
+                self.member.leave()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.finish()
+        else:
+            self._finished = True
+            self.member.leave()
+
+    def _check_observed(self) -> None:
+        if self.rule.accumulates and not self.local.gradients:
+            raise RuntimeError(
+                "AGN sends gradients, but `observe` was not called since the last exchange. "
+                "Call `worker.observe(gradients)` in every step."
+            )
+
+    def _narrow_down(self) -> None:
+        for narrow, wide in self._narrow.values():
+            np.copyto(narrow, wide, casting="same_kind")
+
+    def _room_like(self, array: Array) -> Array:
+        if self._work.nbytes < array.nbytes:
+            self._work = np.empty(array.nbytes, np.uint8)
+        return self._work[: array.nbytes].view(array.dtype).reshape(array.shape)
