@@ -224,7 +224,7 @@ class MemoryMember(Member):
             if block.run.opens and rule.outer:
                 rule.outer.advance(ours.state)
             try:
-                rule.merge(ours, (message,), 0.0 if entry is None else local.rates[entry])
+                rule.merge(ours, (message,), 0.0 if entry is None else float(local.rates[entry]))
             except FloatingPointError as error:
                 raise self.non_finite(block, message) from error
         else:
