@@ -1,0 +1,42 @@
+# Everything starts from these; each does its own set-up.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+READY := .venv/.ready
+export OMP_NUM_THREADS ?= 1
+export OPENBLAS_NUM_THREADS ?= 1
+
+.PHONY: help setup demo test test-all lint format bench clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(READY)  ## a .venv with everything that demo and tests need
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plots,dev]'
+	@touch $@
+
+demo: setup  ## three workers learn digits under each rule; a table and a plot at the end
+	$(BIN)/python examples/numpy_workers.py
+
+test: lint  ## all tests but the slow ones
+	$(BIN)/python -m pytest -q
+
+test-all: lint  ## all tests
+	$(BIN)/python -m pytest -q -m ''
+
+lint: setup  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup  ## let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup  ## measure an exchange against memcpy; docs/exchange.md and its plot
+	$(BIN)/python benchmarks/exchange.py
+
+clean:  ## forget the .venv and the caches
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis

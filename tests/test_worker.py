@@ -1,0 +1,184 @@
+"""The worker: counting, exchanging when due, finishing."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from springline import AGN, ElasticAverage, LocalCenter, ModelAverage, Worker
+from springline.center import Layout, LayoutError, NonFiniteError, RoundTimeoutError
+from springline.rules import SGD
+
+
+def model(value=0.0, dtype=np.float32):
+    return {"w": np.full((2, 3), value, dtype), "b": np.full(2, value, dtype)}
+
+
+def ones(worker):
+    return {name: np.ones_like(x) for name, x in worker.parameters.items()}
+
+
+def center_for(rule, value=0.0):
+    return LocalCenter(Layout.of(model()), rule, model(value))
+
+
+def test_it_exchanges_every_period():
+    worker = Worker(model(), ElasticAverage(period=3))
+    assert [worker.step() for _ in range(7)] == [False, False, True, False, False, True, False]
+    assert (worker.local_step, worker.exchanges, worker.center.version) == (7, 2, 2)
+    assert worker.bytes_exchanged == 2 * 2 * worker.layout.nbytes
+    assert worker.exchange_seconds > 0
+
+
+def test_a_joining_worker_takes_the_centers_values():
+    rule = ElasticAverage(workers=2)
+    worker = Worker(model(5.0), rule, center_for(rule, 1.0), rank=1)
+    assert (worker.parameters["w"] == 1).all()
+    assert (worker.center.values()["w"] == 1).all()
+
+
+def test_its_parameters_are_views_of_one_flat_buffer():
+    worker = Worker(model(), ElasticAverage())
+    worker.parameters["b"] += 1
+    assert (worker.layout.views(worker.local.x)["b"] == 1).all()
+    assert all(np.shares_memory(x, worker.local.x) for x in worker.parameters.values())
+
+
+def test_finish_exchanges_what_is_left_and_leaves():
+    worker = Worker(model(), AGN(period=4, optimizer=SGD(1.0)))
+    for _ in range(6):
+        worker.observe(ones(worker))
+        worker.step()
+    worker.finish()
+    worker.finish()
+    assert worker.center.version == 2
+    assert worker.center.members() == []
+    # (1+1+1+1)/4, then (1+1)/2: AGN divides by the gradients it holds.
+    np.testing.assert_array_equal(worker.center.values()["b"], [-2, -2])
+
+
+def test_finish_right_after_an_exchange_makes_no_other():
+    worker = Worker(model(), ElasticAverage(period=2))
+    worker.step(), worker.step()
+    worker.finish()
+    assert worker.center.version == 1
+
+
+def test_as_a_context_it_finishes_and_after_an_error_only_leaves():
+    rule = ElasticAverage(period=10, workers=2)
+    center = center_for(rule)
+    with Worker(model(), rule, center) as worker:
+        worker.step()
+    assert (center.version, center.members()) == (1, [])
+    with pytest.raises(KeyError):
+        fail_inside(Worker(model(), rule, center))
+    assert (center.version, center.members()) == (1, [])
+
+
+def fail_inside(worker):
+    with worker:
+        worker.step()
+        raise KeyError
+
+
+def test_a_restarted_rank_learns_how_far_it_had_come():
+    rule = ElasticAverage(period=5, workers=2)
+    center = center_for(rule)
+    first = Worker(model(), rule, center, rank=1)
+    for _ in range(12):
+        first.step()
+    first.member.leave()  # as if killed: steps 11 and 12 are lost
+    again = Worker(model(), rule, center, rank=1)
+    assert (again.start_step, again.local_step) == (10, 0)
+    for _ in range(5):
+        again.step()
+    again.finish()
+    assert Worker(model(), rule, center, rank=1).start_step == 15
+    assert Worker(model(), rule, center, rank=0).start_step == 0
+
+
+def test_agn_sends_each_parameters_learning_rate():
+    worker = Worker(model(), AGN(period=1, optimizer=SGD(1.0)))
+    worker.set_learning_rate({"w": 0.5})
+    worker.observe(ones(worker))
+    worker.step()
+    assert (worker.parameters["w"] == -0.5).all()
+    assert (worker.parameters["b"] == -1).all()
+    worker.set_learning_rate(0.0)
+    worker.observe(ones(worker))
+    worker.step()
+    assert (worker.parameters["b"] == -1).all()
+    with pytest.raises(ValueError, match=r"finite number >= 0. Received: -1.0 for 'w'"):
+        worker.set_learning_rate(-1.0)
+
+
+def test_agn_without_gradients_says_what_is_missing():
+    worker = Worker(model(), AGN(period=1))
+    with pytest.raises(RuntimeError, match=r"worker\.observe\(gradients\)"):
+        worker.step()
+
+
+def test_the_penalty_pulls_gradients_towards_the_last_center():
+    worker = Worker(model(1.0), ElasticAverage(rho=0.5))
+    worker.parameters["b"][:] = 3
+    gradients = ones(worker)
+    worker.observe(gradients)
+    np.testing.assert_array_equal(gradients["b"], [2, 2])  # 1 + 0.5 · (3 − 1)
+    np.testing.assert_array_equal(gradients["w"], np.ones((2, 3)))
+
+
+def test_without_penalty_nothing_is_kept_or_computed():
+    worker = Worker(model(), ElasticAverage(rho=0.0))
+    gradients = ones(worker)
+    worker.observe(gradients)
+    assert worker.local.copy is None
+    assert (gradients["w"] == 1).all()
+
+
+@pytest.mark.parametrize("rule", [ElasticAverage, ModelAverage, AGN])
+def test_half_precision_trains_in_its_own_dtype(rule):
+    extra = {"optimizer": SGD(0.5)} if rule is AGN else {}
+    worker = Worker(model(0.0, np.float16), rule(period=1, **extra))
+    worker.parameters["w"] += np.float16(1)
+    worker.observe(ones(worker))
+    worker.step()
+    assert worker.parameters["w"].dtype == np.float16
+    assert worker.center.values()["w"].dtype == np.float32
+    expected = {ElasticAverage: (0.1, 0.9), ModelAverage: (1, 1), AGN: (-0.5, -0.5)}[rule]
+    np.testing.assert_allclose(worker.parameters["w"], np.float16(expected[0]), rtol=1e-3)
+    np.testing.assert_allclose(worker.center.values()["w"], expected[1], rtol=1e-6)
+
+
+def test_after_nan_a_worker_can_take_the_center_and_go_on():
+    worker = Worker(model(1.0), ElasticAverage(period=1))
+    worker.parameters["b"][1] = np.nan
+    with pytest.raises(NonFiniteError, match="'b'"):
+        worker.step()
+    worker.take_center()
+    worker.step()
+    assert (worker.parameters["b"] == 1).all()
+
+
+def test_another_model_is_refused():
+    rule = ElasticAverage()
+    with pytest.raises(LayoutError, match=r"'w' has shape \(2, 3\) in the center, \(3, 3\)"):
+        Worker({"w": np.zeros((3, 3), np.float32)}, rule, center_for(rule))
+
+
+def test_a_refused_start_gives_the_rank_back():
+    rule = ModelAverage(workers=2)
+    center = center_for(rule)
+    with pytest.raises(RoundTimeoutError, match="missing: rank 1"):
+        Worker(model(), rule, center, rank=0, timeout=0.05)
+    assert center.members() == []
+
+
+def test_import_is_light():
+    code = (
+        "import sys; import springline; "
+        "heavy = {'torch', 'tensorflow', 'ray', 'matplotlib', 'rich', 'typer'} & set(sys.modules); "
+        "print(sorted(heavy))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
