@@ -5,8 +5,23 @@ shared center that pulls it back like a mooring line.
 """
 
 from springline.center import LocalCenter, SharedCenter
+from springline.launch.run import log, rank, start_step, steps, stop, stopping, workers
 from springline.rules import AGN, ElasticAverage, ModelAverage
 from springline.worker import Worker
 
 __version__ = "0.1.0"
-__all__ = ["AGN", "ElasticAverage", "LocalCenter", "ModelAverage", "SharedCenter", "Worker"]
+__all__ = [
+    "AGN",
+    "ElasticAverage",
+    "LocalCenter",
+    "ModelAverage",
+    "SharedCenter",
+    "Worker",
+    "log",
+    "rank",
+    "start_step",
+    "steps",
+    "stop",
+    "stopping",
+    "workers",
+]

@@ -147,11 +147,15 @@ class Worker:
 
     def step(self) -> bool:
         """Count a local step; exchange if it is due. Return whether it was."""
-        self.local_step += 1
-        if self.local_step % self._period:
+        if not self.advance():
             return False
         self.exchange()
         return True
+
+    def advance(self) -> bool:
+        """Count a local step; return whether an exchange is due. `step` without the exchange."""
+        self.local_step += 1
+        return self.local_step % self._period == 0
 
     def exchange(self) -> None:
         """Exchange with the center now."""

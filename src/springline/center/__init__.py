@@ -1,6 +1,6 @@
 """Where the center lives."""
 
-from springline.center.center import Center, Local, Member
+from springline.center.center import Center, Local, Member, Progress
 from springline.center.errors import (
     CenterError,
     CheckpointError,
@@ -24,6 +24,7 @@ __all__ = [
     "LocalCenter",
     "Member",
     "NonFiniteError",
+    "Progress",
     "RankError",
     "RoundTimeoutError",
     "SettingsError",

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,8 @@ from numpy.typing import NDArray
 from springline.center.errors import LayoutError
 from springline.center.layout import Bytes, Layout
 from springline.rules.rule import Rule
+
+_Self = TypeVar("_Self", bound="Center")
 
 
 class Local:
@@ -52,6 +55,15 @@ class Local:
         """`a ← 0`, without touching its memory."""
         self.gradients = 0
         self.seen[:] = False
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a rank has come, over all its lives."""
+
+    steps: int  # local steps at its last exchange
+    exchanges: int
+    seconds: float  # spent exchanging
 
 
 class Member(ABC):
@@ -106,6 +118,10 @@ class Center(ABC):
         """Return the ranks of the live members."""
 
     @abstractmethod
+    def progress(self) -> list[Progress]:
+        """Return how far each rank has come."""
+
+    @abstractmethod
     def read(self, out: Bytes | None = None) -> Bytes:
         """Copy the center, consistent per shard, into a flat buffer."""
 
@@ -141,7 +157,7 @@ class Center(ABC):
         """Return a copy of the center by name."""
         return self.layout.views(self.read())
 
-    def __enter__(self) -> Center:
+    def __enter__(self: _Self) -> _Self:
         return self
 
     def __exit__(self, *_: object) -> None:

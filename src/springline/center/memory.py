@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -18,11 +19,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from springline.center import checkpoint
-from springline.center.center import Center, Local, Member
+from springline.center.center import Center, Local, Member, Progress
 from springline.center.errors import CenterError, NonFiniteError, RankError, SettingsError
 from springline.center.layout import Bytes, Layout, Run
 from springline.center.locks import CHECKPOINT, RANK, SHARD, Locks
-from springline.center.plan import BASE, CLOSED, EXCHANGES, STARTED, STEPS, Memory, Plan
+from springline.center.plan import (
+    BASE,
+    CLOSED,
+    EXCHANGES,
+    NANOSECONDS,
+    STARTED,
+    STEPS,
+    Memory,
+    Plan,
+)
 from springline.center.rounds import Rounds
 from springline.center.waiting import wait_until
 from springline.rules.buffers import buffer_rule
@@ -58,6 +68,11 @@ class MemoryCenter(Center):
         head = self.memory.head
         done = head[CLOSED] if self.plan.synchronous else self.memory.ranks[:, EXCHANGES].sum()
         return int(head[BASE] + done)
+
+    def progress(self) -> list[Progress]:
+        """Return how far each rank has come."""
+        columns = self.memory.ranks[:, [STEPS, EXCHANGES, NANOSECONDS]].tolist()
+        return [Progress(steps, exchanges, ns / 1e9) for steps, exchanges, ns in columns]
 
     def members(self) -> list[int]:
         """Return the ranks whose lock is held."""
@@ -98,7 +113,7 @@ class MemoryCenter(Center):
         """Write a checkpoint; two processes that save at once take turns."""
         self.check_process()
         center, state = self.layout.allocate(), np.empty_like(self.memory.state)
-        version, steps = self.version, self.memory.ranks[:, STEPS].tolist()
+        version, steps = self.version, [rank.steps for rank in self.progress()]
         with self.locks.hold(CHECKPOINT):
             for k, shard in enumerate(self.plan.shards):
                 with self.shard_lock(k):
@@ -176,6 +191,7 @@ class MemoryMember(Member):
             self.center.check_process()
             if self._left:
                 raise CenterError(f"Rank {self.rank} has left the center; join again to exchange.")
+            start = time.perf_counter_ns()
             if local is not self._bound:
                 self._bind(local)
             try:
@@ -186,8 +202,9 @@ class MemoryMember(Member):
                         self._exchange(local)
             finally:
                 local.forget_gradients()
-            self.row[EXCHANGES] += 1
             self.row[STEPS] = local.steps
+            self.row[NANOSECONDS] += time.perf_counter_ns() - start
+            self.row[EXCHANGES] += 1
 
     def barrier(self) -> None:
         """Wait until all ranks are held at once, or have been before."""

@@ -37,13 +37,8 @@ from springline.rules.rule import Rule
 
 TMPFS = Path("/dev/shm")  # noqa: S108 - memory directories there get unguessable names and 0700
 _FORMAT = 1
-_LAYOUT, _LOCK, _CHECKPOINT, _MEMORY, _OWNER = (
-    "layout.json",
-    "lock",
-    "checkpoint.safetensors",
-    "center.memory",
-    "run",
-)
+CHECKPOINT_NAME = "checkpoint.safetensors"
+_LAYOUT, _LOCK, _MEMORY, _OWNER = "layout.json", "lock", "center.memory", "run"
 _log = logging.getLogger("springline")
 
 
@@ -119,7 +114,7 @@ class SharedCenter(MemoryCenter):
         if not path.exists():
             raise CenterError(
                 f"The center in {directory} is not in memory. Its last checkpoint is "
-                f"{checkpoint.newest(directory / _CHECKPOINT) or 'missing'}."
+                f"{checkpoint.newest(directory / CHECKPOINT_NAME) or 'missing'}."
             )
         return cls(directory, plan, path, RecordLocks.of(directory / _LOCK))
 
@@ -132,7 +127,7 @@ class SharedCenter(MemoryCenter):
 
     def save(self, path: Path | None = None) -> None:
         """Write a checkpoint, by default the directory's own."""
-        super().save(path or self.directory / _CHECKPOINT)
+        super().save(path or self.directory / CHECKPOINT_NAME)
 
     def retire(self) -> None:
         """Save a checkpoint and free the memory. Whoever opens the directory next restores it."""
@@ -168,7 +163,7 @@ class SharedCenter(MemoryCenter):
 
     @classmethod
     def _recover(cls, directory: Path, plan: Plan, locks: RecordLocks) -> SharedCenter:
-        saved = checkpoint.newest(directory / _CHECKPOINT)
+        saved = checkpoint.newest(directory / CHECKPOINT_NAME)
         if saved is None:
             raise CenterError(
                 f"The memory of the center in {directory} is gone (was the machine restarted?) and "

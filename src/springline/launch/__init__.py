@@ -1,0 +1,1 @@
+"""Start, watch and restart the workers of a run."""

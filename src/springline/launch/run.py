@@ -1,0 +1,189 @@
+"""The run a script is part of, found in the environment.
+
+    SPRINGLINE_RUN, SPRINGLINE_RANK, SPRINGLINE_WORKERS   set by `springline run`
+    RANK, WORLD_SIZE, LOCAL_WORLD_SIZE                    set by `torchrun`
+
+Without either, a script is a run of one worker.
+
+    RUN/center/     the shared center
+    RUN/metrics/    one file of JSON lines per worker
+    RUN/logs/       what the workers print
+    RUN/stop        asks all workers to finish early
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from springline.center import CenterError, SharedCenter
+from springline.center.checkpoint import describe, newest
+from springline.center.shared import CHECKPOINT_NAME
+
+_STOP_LOOK = 0.1  # seconds between two looks at RUN/stop
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run and this process's place in it.
+
+    Args:
+        directory: the run's, or None for a script that runs alone.
+        rank: this worker's.
+        workers: the configured number of workers.
+    """
+
+    directory: Path | None = None
+    rank: int = 0
+    workers: int = 1
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Run:
+        """Find the run.
+
+        >>> Run.from_environment({"SPRINGLINE_WORKERS": "4", "SPRINGLINE_RANK": "2"})
+        Run(directory=None, rank=2, workers=4)
+        """
+        directory = environment.get("SPRINGLINE_RUN")
+        if "SPRINGLINE_RANK" in environment or "SPRINGLINE_WORKERS" in environment:
+            rank = _number(environment, "SPRINGLINE_RANK", 0)
+            workers = _number(environment, "SPRINGLINE_WORKERS", 1)
+        elif "TORCHELASTIC_RUN_ID" in environment:
+            rank = _number(environment, "RANK", 0)
+            workers = _number(environment, "WORLD_SIZE", 1)
+            if workers == _number(environment, "LOCAL_WORLD_SIZE", 1):
+                # All ranks are on this machine, children of one agent.
+                directory = directory or f"runs/torchrun-{os.getppid()}"
+        else:
+            rank, workers = 0, 1
+        if not 0 <= rank < workers:
+            raise ValueError(
+                f"The rank must be from 0 to workers − 1. Received: rank {rank} of {workers} "
+                "workers. Look at SPRINGLINE_RANK and SPRINGLINE_WORKERS."
+            )
+        return cls(Path(directory) if directory else None, rank, workers)
+
+    @property
+    def center_directory(self) -> Path | None:
+        """Where the run's shared center is."""
+        return self.directory / "center" if self.directory else None
+
+    def start_step(self) -> int:
+        """How far this rank had come in an earlier life: 0 in a new run."""
+        if self.center_directory is None:
+            return 0
+        try:
+            with SharedCenter.open(self.center_directory) as center:
+                steps = [rank.steps for rank in center.progress()]
+        except CenterError:
+            saved = newest(self.center_directory / CHECKPOINT_NAME)
+            steps = describe(saved).steps if saved else []
+        return steps[self.rank] if self.rank < len(steps) else 0
+
+    def stop(self) -> None:
+        """Ask all workers to finish early."""
+        if self.directory:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (self.directory / "stop").touch(mode=0o600)
+        else:
+            _alone["stop"] = True
+
+    def stopping(self) -> bool:
+        """Whether somebody has asked all workers to finish early."""
+        if self.directory:
+            return (self.directory / "stop").exists()
+        return _alone["stop"]
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Add a line to this worker's metrics."""
+        if self.directory is None:
+            return
+        folder = self.directory / "metrics"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        line = {"time": time.time(), "step": step, **{k: _plain(v) for k, v in values.items()}}
+        fd = os.open(
+            folder / f"rank-{self.rank}.jsonl",
+            os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC,
+            0o600,
+        )
+        try:
+            os.write(fd, (json.dumps(line) + "\n").encode())  # one write: lines stay whole
+        finally:
+            os.close(fd)
+
+
+_alone = {"stop": False}
+_steps = {"done": 0}  # of this process's worker, told by its front end
+
+
+def rank() -> int:
+    """Return this worker's rank: which part of the data is its own."""
+    return Run.from_environment().rank
+
+
+def workers() -> int:
+    """Return the configured number of workers."""
+    return Run.from_environment().workers
+
+
+def start_step() -> int:
+    """Return how many steps this rank has made in earlier lives: 0 in a new run."""
+    return Run.from_environment().start_step()
+
+
+def steps(total: int) -> Iterator[int]:
+    """Count a worker's steps from `start_step()` to `total`, or until all are asked to stop.
+
+    So that a worker that was killed and restarted makes `total` steps in all:
+
+    >>> list(steps(3))
+    [0, 1, 2]
+    """
+    run = Run.from_environment()
+    look_at = 0.0
+    for step in range(run.start_step(), total):
+        if time.monotonic() >= look_at:
+            if run.stopping():
+                return
+            look_at = time.monotonic() + _STOP_LOOK
+        yield step
+
+
+def stop() -> None:
+    """Ask all workers of the run to finish early; see `stopping` and `steps`."""
+    Run.from_environment().stop()
+
+
+def stopping() -> bool:
+    """Whether all workers have been asked to finish early."""
+    return Run.from_environment().stopping()
+
+
+def log(**values: float) -> None:
+    """Add numbers (loss, accuracy, ...) to the run's metrics, for the screen and the plot.
+
+    >>> log(loss=0.25)
+    """
+    Run.from_environment().log(_steps["done"], values)
+
+
+def tell_step(done: int) -> None:
+    """Note how many steps this process's worker has made, for `log`. Front ends call it."""
+    _steps["done"] = done
+
+
+def _plain(value: float) -> float | None:
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name, str(default))
+    if not text.strip().isdigit():
+        raise ValueError(f"{name} must be a whole number. Received: {name}={text!r}.")
+    return int(text)
