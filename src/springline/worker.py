@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from springline.center.center import Center, Local
-from springline.center.layout import Layout
+from springline.center.layout import Bytes, Layout, aligned_zeros
 from springline.center.local import LocalCenter
 from springline.center.shared import SharedCenter
 from springline.rules.rule import Rule
@@ -42,6 +42,7 @@ class Worker:
         synchronous: whether to wait for all workers before the first step. By default only the
             synchronous rules do. A center that has started once never waits again.
         timeout: seconds after which waiting for others fails, naming them.
+        allocate: makes a buffer of so many bytes, all zero; for memory of a special kind.
 
     Example: one worker alone, moving_rate 1, two steps by hand.
 
@@ -66,6 +67,7 @@ class Worker:
         use_locking: bool = True,
         synchronous: bool | None = None,
         timeout: float | None = None,
+        allocate: Callable[[int], Bytes] = aligned_zeros,
     ) -> None:
         self.rule = rule
         self.layout = Layout.of(parameters, buffers)
@@ -79,7 +81,7 @@ class Worker:
         else:
             center.check_layout(self.layout)
         self.center = center
-        self.local = Local(self.layout, rule)
+        self.local = Local(self.layout, rule, allocate)
         self.member = center.join(rank, rule, timeout)
         self.local_step = 0
         self.start_step = self.member.start_step

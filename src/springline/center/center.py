@@ -8,7 +8,7 @@ suite in `tests/contracts/` for what it declares it can do.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from springline.center.errors import LayoutError
-from springline.center.layout import Bytes, Layout
+from springline.center.layout import Bytes, Layout, aligned_zeros
 from springline.rules.rule import Rule
 
 _Self = TypeVar("_Self", bound="Center")
@@ -29,6 +29,7 @@ class Local:
     Args:
         layout: the model's.
         rule: decides which buffers there are.
+        allocate: makes a buffer of so many bytes, all zero.
 
     Attributes:
         x: the worker's parameters and buffers.
@@ -40,11 +41,13 @@ class Local:
         steps: local steps that the worker's rank has made, over all its lives.
     """
 
-    def __init__(self, layout: Layout, rule: Rule) -> None:
+    def __init__(
+        self, layout: Layout, rule: Rule, allocate: Callable[[int], Bytes] = aligned_zeros
+    ) -> None:
         self.layout = layout
-        self.x: Bytes = layout.allocate()
-        self.a: Bytes | None = layout.allocate() if rule.accumulates else None
-        self.copy: Bytes | None = layout.allocate() if rule.keeps_copy else None
+        self.x: Bytes = allocate(layout.nbytes)
+        self.a: Bytes | None = allocate(layout.nbytes) if rule.accumulates else None
+        self.copy: Bytes | None = allocate(layout.nbytes) if rule.keeps_copy else None
         self.gradients = 0
         self.seen: NDArray[np.bool_] = np.zeros(len(layout.entries), bool)
         rate = rule.outer.learning_rate if rule.outer else 0.0

@@ -304,7 +304,9 @@ class MemoryMember(Member):
             )
             if local.a is not None:
                 mine.a = view(local.a)
-            ours = CenterBlock(view(memory.center), view(work, room), arrays)
+            ours = CenterBlock(
+                view(memory.center), view(work, room), arrays, entry.name if entry else ""
+            )
             return Block(run, rules[run.kind], mine, ours)
 
         self._shards = [[bind(run) for run in shard] for shard in runs]

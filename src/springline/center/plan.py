@@ -69,7 +69,7 @@ class Plan:
             (index, key, shape, first)
             for index, e in enumerate(layout.entries)
             if outer and e.kind == "parameter"
-            for key, (shape, first) in outer.state(e.shape).items()
+            for key, (shape, first) in outer.state(e.name, e.shape).items()
         ]
         settings = rule.settings() | {"use_locking": use_locking}
         return cls(layout, settings, rule.synchronous, outer is not None, _place(layout, specs))

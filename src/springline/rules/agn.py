@@ -50,7 +50,7 @@ class AGN(Rule):
     def merge(self, center: CenterBlock, messages: Sequence[Array], rate: float) -> None:
         """One outer step on `c` for each message."""
         for g in messages:
-            self.optimizer.step(center.c, g, center.state, rate, center.work)
+            self.optimizer.step(center.name, center.c, g, center.state, rate, center.work)
 
     def adopt(self, local: LocalBlock, message: Array, c: Array) -> None:
         """`x ← c`."""

@@ -34,8 +34,8 @@ class Outer(Protocol):
     def settings(self) -> dict[str, Any]:
         """What all workers must agree on, as JSON values: all but the learning rate."""
 
-    def state(self, shape: Shape) -> dict[str, tuple[Shape, float]]:
-        """For a parameter of that shape, the shape and first value of each array of state.
+    def state(self, name: str, shape: Shape) -> dict[str, tuple[Shape, float]]:
+        """For a parameter, the shape and first value of each array of state.
 
         An elementwise optimizer has arrays of the parameter's shape and of shape (1,).
         """
@@ -43,8 +43,8 @@ class Outer(Protocol):
     def advance(self, state: State) -> None:
         """Count a step of one parameter, before the calls of `step` for its parts."""
 
-    def step(self, c: Array, g: Array, state: State, rate: float, work: Array) -> None:
-        """Move `c` in place by the gradient `g`; `work` is room of the same shape."""
+    def step(self, name: str, c: Array, g: Array, state: State, rate: float, work: Array) -> None:
+        """Move the parameter `name`, `c`, in place by `g`; `work` is room of the same shape."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class _Elementwise:
         values = {k: v for k, v in asdict(self).items() if k != "learning_rate"}
         return {"kind": self.kind} | values
 
-    def state(self, shape: Shape) -> dict[str, tuple[Shape, float]]:
+    def state(self, name: str, shape: Shape) -> dict[str, tuple[Shape, float]]:
         return {}
 
     def advance(self, state: State) -> None:
@@ -87,7 +87,7 @@ class SGD(_Elementwise):
 
     kind: ClassVar[str] = "sgd"
 
-    def step(self, c: Array, g: Array, state: State, rate: float, work: Array) -> None:
+    def step(self, name: str, c: Array, g: Array, state: State, rate: float, work: Array) -> None:
         """Take one step."""
         np.multiply(g, rate, out=work)
         _subtract(c, work)
@@ -102,11 +102,11 @@ class Momentum(_Elementwise):
     kind: ClassVar[str] = "momentum"
     below_one: ClassVar[tuple[str, ...]] = ("momentum",)
 
-    def state(self, shape: Shape) -> dict[str, tuple[Shape, float]]:
+    def state(self, name: str, shape: Shape) -> dict[str, tuple[Shape, float]]:
         """Keep `m`."""
         return {"momentum": (shape, 0.0)}
 
-    def step(self, c: Array, g: Array, state: State, rate: float, work: Array) -> None:
+    def step(self, name: str, c: Array, g: Array, state: State, rate: float, work: Array) -> None:
         """Take one step."""
         m = state["momentum"]
         np.multiply(m, self.momentum, out=work)
@@ -125,11 +125,11 @@ class Adagrad(_Elementwise):
     kind: ClassVar[str] = "adagrad"
     at_least_zero: ClassVar[tuple[str, ...]] = ("initial_accumulator",)
 
-    def state(self, shape: Shape) -> dict[str, tuple[Shape, float]]:
+    def state(self, name: str, shape: Shape) -> dict[str, tuple[Shape, float]]:
         """Keep `s`."""
         return {"accumulator": (shape, self.initial_accumulator)}
 
-    def step(self, c: Array, g: Array, state: State, rate: float, work: Array) -> None:
+    def step(self, name: str, c: Array, g: Array, state: State, rate: float, work: Array) -> None:
         """Take one step; an `s` of 0 stands for a `g` of 0, which moves nothing."""
         s = state["accumulator"]
         np.multiply(g, g, out=work)
@@ -154,7 +154,7 @@ class Adam(_Elementwise):
     at_least_zero: ClassVar[tuple[str, ...]] = ("epsilon",)
     below_one: ClassVar[tuple[str, ...]] = ("beta1", "beta2")
 
-    def state(self, shape: Shape) -> dict[str, tuple[Shape, float]]:
+    def state(self, name: str, shape: Shape) -> dict[str, tuple[Shape, float]]:
         """Keep `m`, `v` and `t`."""
         return {"m": (shape, 0.0), "v": (shape, 0.0), "t": ((1,), 0.0)}
 
@@ -162,7 +162,7 @@ class Adam(_Elementwise):
         """`t ← t + 1`."""
         state["t"][0] += 1
 
-    def step(self, c: Array, g: Array, state: State, rate: float, work: Array) -> None:
+    def step(self, name: str, c: Array, g: Array, state: State, rate: float, work: Array) -> None:
         """Take one step."""
         m, v, t = state["m"], state["v"], float(state["t"][0])
         np.multiply(g, g, out=work)

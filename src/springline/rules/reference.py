@@ -35,13 +35,13 @@ class Optimizer:
         rate = self.kind.learning_rate if rate is None else rate
         for name, g in gradients.items():
             if name not in self.state:
-                shapes = self.kind.state(x[name].shape)
+                shapes = self.kind.state(name, x[name].shape)
                 self.state[name] = {
                     key: np.full(shape, first, x[name].dtype)
                     for key, (shape, first) in shapes.items()
                 }
             self.kind.advance(self.state[name])
-            self.kind.step(x[name], g, self.state[name], rate, np.empty_like(x[name]))
+            self.kind.step(name, x[name], g, self.state[name], rate, np.empty_like(x[name]))
 
 
 @dataclass

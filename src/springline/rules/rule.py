@@ -44,6 +44,7 @@ class CenterBlock:
     c: Array
     work: Array  # room for intermediate results, so that c itself never holds one
     state: Mapping[str, Array] = field(default_factory=dict)  # the outer optimizer's
+    name: str = ""  # the parameter, where a block belongs to one
 
 
 @dataclass(frozen=True, kw_only=True)
