@@ -88,8 +88,8 @@ class Worker:
         self.exchanges = 0
         self.exchange_seconds = 0.0
         self._period = rule.period
-        self._finished = False
-        self._leftover = 0
+        self.finished = False
+        self.exchanged_at = 0  # the local step of the last exchange
         wide = self.layout.views(self.local.x)
         narrow = {e.name: e.dtype for e in self.layout.entries if e.dtype != e.center_dtype}
         # float16 parameters train in their own dtype and are widened for an exchange.
@@ -161,16 +161,31 @@ class Worker:
 
     def exchange(self) -> None:
         """Exchange with the center now."""
-        start = time.perf_counter()
         self._check_observed()
-        self._leftover = self.local_step
-        self.local.steps = self.start_step + self.local_step
+        self._mark_exchanged(self.local)
         for narrow, wide in self._narrow.values():
             np.copyto(wide, narrow)
-        self.member.exchange(self.local)
+        self.exchange_with(self.local)
         self._narrow_down()
+
+    def exchange_with(self, local: Local) -> None:
+        """Exchange what `local` holds: the worker's own buffers or a snapshot of them."""
+        start = time.perf_counter()
+        self.member.exchange(local)
         self.exchanges += 1
         self.exchange_seconds += time.perf_counter() - start
+
+    def snapshot(self, into: Local) -> None:
+        """Copy all that an exchange needs, for `exchange_with`, and accumulate from 0 again."""
+        self._mark_exchanged(into)
+        local = self.local
+        np.copyto(into.x, local.x)
+        if into.a is not None and local.a is not None:
+            np.copyto(into.a, local.a)
+        into.gradients = local.gradients
+        into.seen[:] = local.seen
+        into.rates[:] = local.rates
+        local.forget_gradients()
 
     def set_learning_rate(self, rate: float | Mapping[str, float]) -> None:
         """Set the rate that travels with AGN's messages: one for all, or one per parameter."""
@@ -185,10 +200,10 @@ class Worker:
 
     def finish(self) -> None:
         """Exchange what the last period left over, and leave the center."""
-        if not self._finished:
-            self._finished = True
+        if not self.finished:
+            self.finished = True
             try:
-                if self.local_step > self._leftover:
+                if self.local_step > self.exchanged_at:
                     self.exchange()
             finally:
                 self.member.leave()
@@ -200,8 +215,12 @@ class Worker:
         if kind is None:
             self.finish()
         else:
-            self._finished = True
+            self.finished = True
             self.member.leave()
+
+    def _mark_exchanged(self, local: Local) -> None:
+        self.exchanged_at = self.local_step
+        local.steps = self.start_step + self.local_step
 
     def _check_observed(self) -> None:
         if self.rule.accumulates and not self.local.gradients:

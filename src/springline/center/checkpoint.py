@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,18 +66,22 @@ def write_tensors(
     header: dict[str, str] | None = None,
     keep: bool = False,
 ) -> None:
-    """Write a safetensors file atomically, for its owner only.
+    """Write a safetensors file; see `write_file`."""
+    write_file(path, lambda temporary: save_file(dict(tensors), temporary, header), keep)
+
+
+def write_file(path: Path, write: Callable[[Path], None], keep: bool = False) -> None:
+    """Write a file atomically, for its owner only.
 
     Args:
         path: where.
-        tensors: what.
-        header: strings for the file's header.
+        write: writes to the temporary path it is given.
         keep: whether to keep the file that is there as `previous(path)`.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         os.close(os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, 0o600))
-        save_file(dict(tensors), temporary, metadata=header)
+        write(temporary)
         _flush(temporary)
         if keep and path.exists():
             path.replace(previous(path))
