@@ -14,7 +14,7 @@ setup: $(READY)  ## a .venv with everything that demo and tests need
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plots,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,plots,dev]'
 	@touch $@
 
 demo: setup  ## three workers learn digits under each rule; a table and a plot at the end
