@@ -150,7 +150,9 @@ class Rounds:
             return
         contributors = self._contributors(this)
         if contributors:
-            self._memory.ranks[contributors, MEMBER_OF] = this
+            members = self._memory.ranks[:, MEMBER_OF]
+            members[:] = 0  # a closer that was killed here may have left some
+            members[contributors] = this
             self._memory.head[CLOSED] = this
 
     def _reduce(self, this: int, shards: list[list[Block]], adopt: bool) -> None:
