@@ -94,7 +94,8 @@ class MemoryCenter(Center):
     def join(self, rank: int, rule: Rule, timeout: float | None = None) -> MemoryMember:
         """Become the worker of that rank."""
         self.check_process()
-        check_settings(self.settings, rule.settings())
+        use_locking = {"use_locking": self.plan.use_locking}  # the center's, whoever joins
+        check_settings(self.settings, rule.settings() | use_locking)
         if isinstance(rank, bool) or not 0 <= rank < self.plan.workers:
             raise RankError(
                 f"`rank` must be an integer from 0 to {self.plan.workers - 1}, since the run is "
@@ -317,7 +318,7 @@ def check_settings(center: dict[str, Any], worker: dict[str, Any]) -> None:
     """Refuse a worker whose rule or settings differ from the center's; name the difference."""
     for key in [*center, *(k for k in worker if k not in center)]:
         ours, its = center.get(key), worker.get(key)
-        if ours != its and key != "use_locking":
+        if ours != its:
             raise SettingsError(
                 f"The center was made with {key}={ours!r}, this worker comes with {key}={its!r}. "
                 "Start it with the center's settings, or a new run."
