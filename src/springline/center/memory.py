@@ -96,7 +96,8 @@ class MemoryCenter(Center):
         self.check_process()
         use_locking = {"use_locking": self.plan.use_locking}  # the center's, whoever joins
         check_settings(self.settings, rule.settings() | use_locking)
-        if isinstance(rank, bool) or not 0 <= rank < self.plan.workers:
+        whole = isinstance(rank, int | np.integer) and not isinstance(rank, bool)
+        if not whole or not 0 <= rank < self.plan.workers:
             raise RankError(
                 f"`rank` must be an integer from 0 to {self.plan.workers - 1}, since the run is "
                 f"configured for {self.plan.workers} workers. Received: rank={rank!r}."

@@ -104,7 +104,7 @@ class Rounds:
                 if self._row[SETTLED] < this:
                     return True
                 if not self._pending(this) and not self._contributors(this):
-                    self._row[SETTLED] = this - 1  # all others withdrew or died: it is ours again
+                    self._memory.ranks[:, SETTLED] = this - 1  # all withdrew: it begins again
                     return True
                 self._close(this)
                 return bool(self._row[SETTLED] < self._open_round())

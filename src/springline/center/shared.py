@@ -21,7 +21,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -83,11 +83,10 @@ class SharedCenter(MemoryCenter):
             with locks.hold(CREATE):
                 found = _read_layout(directory)
                 if found is None:
-                    center = cls._new(directory, plan, locks)
-                    center.initialise(values)
-                    if restore:
-                        center.restore(Path(restore))
-                    center._publish()
+                    with cls._new(directory, plan, locks) as center:
+                        center.initialise(values)
+                        if restore:
+                            center.restore(Path(restore))
                 else:
                     existing, path = found
                     if path.exists():
@@ -146,20 +145,31 @@ class SharedCenter(MemoryCenter):
             self._record_locks.close()
 
     @classmethod
-    def _new(cls, directory: Path, plan: Plan, locks: RecordLocks) -> SharedCenter:
-        return cls(directory, plan, _new_memory(directory, plan.nbytes), locks)
+    @contextlib.contextmanager
+    def _new(cls, directory: Path, plan: Plan, locks: RecordLocks) -> Iterator[SharedCenter]:
+        """Make a center's memory; what fills it decides whether the center comes to be."""
+        path = _new_memory(directory, plan.nbytes)
+        try:
+            center = cls(directory, plan, path, locks)
+            yield center
+            center._publish()
+        except BaseException:
+            _free(path, directory)
+            raise
 
     def _publish(self) -> None:
         """Write the file that makes the center be there: atomically, when all else is."""
         place = self._path.name if self._path.parent == self.directory else str(self._path)
         values = {"format": _FORMAT, "memory": place, "plan": self.plan.to_json()}
         temporary = self.directory / f".{_LAYOUT}"
-        fd = os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            json.dump(values, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.directory / _LAYOUT)
+        try:
+            _write_private(temporary, json.dumps(values, indent=1))
+            temporary.replace(self.directory / _LAYOUT)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise CenterError(
+                f"Could not write {self.directory / _LAYOUT}: {error.strerror}."
+            ) from error
 
     @classmethod
     def _recover(cls, directory: Path, plan: Plan, locks: RecordLocks) -> SharedCenter:
@@ -169,15 +179,13 @@ class SharedCenter(MemoryCenter):
                 f"The memory of the center in {directory} is gone (was the machine restarted?) and "
                 "there is no checkpoint. Remove the directory, or start in a new one."
             )
-        center = cls._new(directory, plan, locks)
-        if center.members():
-            _free(center._path, directory)
-            raise CenterError(
-                f"The center in {directory} has members but its memory is not on this machine "
-                f"({socket.gethostname()}). A shared center is for one machine."
-            )
-        center.restore(saved)
-        center._publish()
+        with cls._new(directory, plan, locks) as center:
+            if center.members():
+                raise CenterError(
+                    f"The center in {directory} has members but its memory is not on this machine "
+                    f"({socket.gethostname()}). A shared center is for one machine."
+                )
+            center.restore(saved)
         _log.warning("The center's memory was gone; going on from %s.", saved)
         return center
 
@@ -262,9 +270,10 @@ def _new_memory(directory: Path, nbytes: int) -> Path:
         home = directory
         if place == TMPFS:
             home = Path(tempfile.mkdtemp(prefix="springline-", dir=TMPFS))
-            (home / _OWNER).write_text(str(directory), "utf-8")
         path = home / _MEMORY
         try:
+            if place == TMPFS:
+                _write_private(home / _OWNER, str(directory))
             _reserve(path, nbytes)
         except OSError as error:
             _free(path, directory)
@@ -283,6 +292,14 @@ def _reserve(path: Path, nbytes: int) -> None:
         os.posix_fallocate(fd, 0, nbytes)  # a full tmpfs would be a SIGBUS later
     finally:
         os.close(fd)
+
+
+def _write_private(path: Path, text: str) -> None:
+    fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(text.encode())
+        file.flush()
+        os.fsync(fd)
 
 
 def _free(memory: Path, directory: Path) -> None:

@@ -76,7 +76,7 @@ class ElasticAverage(Rule):
 
     def settings(self) -> dict[str, Any]:
         """ρ is each worker's own affair; α is not."""
-        return super().settings() | {"moving_rate": self.alpha}
+        return super().settings() | {"moving_rate": float(self.alpha)}
 
     def contribute(self, local: LocalBlock, c: Array, gradients: int) -> Array:
         """`δ = α(x − c)`."""

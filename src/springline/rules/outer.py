@@ -66,7 +66,7 @@ class _Elementwise:
                 )
 
     def settings(self) -> dict[str, Any]:
-        values = {k: v for k, v in asdict(self).items() if k != "learning_rate"}
+        values = {k: float(v) for k, v in asdict(self).items() if k != "learning_rate"}
         return {"kind": self.kind} | values
 
     def state(self, name: str, shape: Shape) -> dict[str, tuple[Shape, float]]:

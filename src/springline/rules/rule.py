@@ -79,7 +79,7 @@ class Rule(ABC):
 
     def settings(self) -> dict[str, Any]:
         """What all workers of a center must agree on, as JSON values."""
-        return {"rule": self.name, "period": self.period, "workers": self.workers}
+        return {"rule": self.name, "period": int(self.period), "workers": int(self.workers)}
 
     @abstractmethod
     def contribute(self, local: LocalBlock, c: Array, gradients: int) -> Array:
