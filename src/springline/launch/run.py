@@ -9,6 +9,7 @@ Without either, a script is a run of one worker.
     RUN/metrics/    one file of JSON lines per worker
     RUN/logs/       what the workers print
     RUN/stop        asks all workers to finish early
+    RUN/total       how many steps each worker is to make, if it counts them with `steps`
 """
 
 from __future__ import annotations
@@ -99,6 +100,20 @@ class Run:
             return (self.directory / "stop").exists()
         return _alone["stop"]
 
+    def begin(self, step: int, total: int) -> None:
+        """Tell whoever watches that this worker starts at a step, and how many it is to make."""
+        if self.directory is None:
+            return
+        if self not in _begun:
+            _begun.add(self)
+            self.log(step, {})  # a line without values begins a life of the worker
+        path = self.directory / "total"
+        temporary = path.with_name(f".total.{self.rank}")
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            file.write(f"{total}\n")
+        temporary.replace(path)
+
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add a line to this worker's metrics."""
         if self.directory is None:
@@ -118,6 +133,7 @@ class Run:
 
 
 _alone = {"stop": False}
+_begun: set[Run] = set()  # runs in which this process has begun to count steps
 _steps = {"done": 0}  # of this process's worker, told by its front end
 
 
@@ -145,8 +161,10 @@ def steps(total: int) -> Iterator[int]:
     [0, 1, 2]
     """
     run = Run.from_environment()
+    start = run.start_step()
+    run.begin(start, total)
     look_at = 0.0
-    for step in range(run.start_step(), total):
+    for step in range(start, total):
         if time.monotonic() >= look_at:
             if run.stopping():
                 return

@@ -1,0 +1,102 @@
+"""What a plot shows of the metrics: which quantities, whose they are, and where they go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from springline.center.plan import Plan
+from springline.monitor.metrics import Floats, Series, is_center
+
+_BREAK = 60.0  # seconds without any worker that are left out
+_WHOSE = ("train", "training", "test", "local", "worker")
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Seconds of a run, and what its workers had exchanged by then."""
+
+    metrics: dict[int, Series]
+    plan: Plan | None
+
+    def seconds(self, time: Floats) -> Floats:
+        """Return seconds since the first line, without the breaks between two starts of a run."""
+        lines, skipped = self._lines
+        at = np.clip(np.searchsorted(lines, time, side="right") - 1, 0, len(lines) - 1)
+        return np.asarray(time - lines[0] - skipped[at], float)
+
+    @cached_property
+    def _lines(self) -> tuple[Floats, Floats]:
+        """When there is any line, and how much of a break is behind it."""
+        lines = np.unique(np.concatenate([series.time for series in self.metrics.values()]))
+        births = [series.time[series.births] for series in self.metrics.values()]
+        gaps = np.diff(lines)
+        breaks = (gaps > _BREAK) & np.isin(lines[1:], np.concatenate(births))
+        return lines, np.concatenate([[0.0], np.cumsum(np.where(breaks, gaps, 0.0))])
+
+    def nbytes(self, time: Floats) -> Floats:
+        """Return the bytes that all workers had exchanged.
+
+        A worker that logs nothing is taken to be as far as the others on average.
+        """
+        if self.plan is None:
+            return np.zeros_like(time)
+        exchanges = [
+            np.interp(time, series.time, np.maximum.accumulate(series.step), left=0)
+            // self.plan.settings["period"]
+            for series in self.metrics.values()
+        ]
+        done = np.mean(exchanges, axis=0) * max(self.plan.workers, len(exchanges))
+        return np.asarray(2 * self.plan.layout.nbytes * done, float)
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Split what was logged into whose it is and what it measures.
+
+    >>> split_name("center_val_loss"), split_name("val_acc"), split_name("learning_rate")
+    (('center val', 'loss'), ('val', 'accuracy'), ('', 'learning_rate'))
+    """
+    words = name.split("_")
+    whose = []
+    while len(words) > 1 and (is_center(words[0]) or words[0] in _WHOSE):
+        whose.append(words.pop(0))
+    return " ".join(whose), "accuracy" if words == ["acc"] else "_".join(words)
+
+
+def quantities(metrics: dict[int, Series]) -> dict[str, list[str]]:
+    """Group the names that were logged by what they measure; loss and accuracy come first.
+
+    A prefix says whose it is: `center_loss`, `val_loss` and `loss` are one quantity.
+    """
+    found: dict[str, list[str]] = {}
+    for series in metrics.values():
+        for name, values in series.values.items():
+            if np.isfinite(values).any():
+                names = found.setdefault(split_name(name)[1], [])
+                names += [] if name in names else [name]
+    first = ["loss", "accuracy"]
+    order = sorted(found, key=lambda q: first.index(q) if q in first else len(first))
+    return {quantity: sorted(found[quantity], key=is_center) for quantity in order}
+
+
+def is_strong(name: str, metrics: dict[int, Series]) -> bool:
+    """Whether it is the center's, or one worker speaks for all."""
+    speakers = [s for s in metrics.values() if np.isfinite(s.values.get(name, np.empty(0))).any()]
+    if len(speakers) == 1 and len(metrics) > 1:
+        return True
+    return name.startswith("center") or (is_center(name) and len(speakers) == 1)
+
+
+def smooth(values: Floats, width: int) -> Floats:
+    """Return the running mean over `width` values, fewer at both ends; the first stays.
+
+    >>> smooth(np.array([9.0, 3.0, 6.0, 0.0]), 3).tolist()
+    [9.0, 6.0, 3.0, 3.0]
+    """
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    at = np.arange(len(values))
+    half = np.minimum(width // 2, at)
+    start, stop = at - half, np.minimum(at + half + 1, len(values))
+    return np.asarray((total[stop] - total[start]) / (stop - start), float)

@@ -1,0 +1,216 @@
+"""A run as a picture: what was logged, against time and against bytes exchanged."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from springline.center.plan import Plan
+from springline.monitor.curves import Timeline, is_strong, quantities, smooth, split_name
+from springline.monitor.metrics import Floats, Series, read_metrics
+from springline.monitor.sources import read_plan
+from springline.monitor.words import many, rule_in_words
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_ROWS = 4  # at most
+_FEW = 40  # lines up to which the center's have a mark each
+_POINTS = 2000  # of a line, at most twice as many
+_NOISY = 60  # lines from which on a series is smoothed
+_WIDTH, _ROW, _DPI = 10.0, 3.1, 120  # inches; 1200 pixels
+# Okabe and Ito: told apart by all eyes. Black is the center's.
+_COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00"]
+_DARK = ["black", "#555555", "#8C6D31"]
+_LEGEND = 12  # workers that it names at most
+_FRONT = 3.0
+_log = logging.getLogger("springline")
+
+
+def draw(directory: str | Path, path: Path | None = None) -> Path | None:
+    """Draw a run.
+
+    Args:
+        directory: the run's.
+        path: where the picture goes, by default `RUN/plot.png`.
+
+    Returns:
+        Where it is; None, with a line in the log, if there is nothing to draw or nothing to draw
+        it with.
+    """
+    directory = Path(directory)
+    path = path or directory / "plot.png"
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        _log.warning("No plot: matplotlib is missing. `pip install springline[plots]` brings it.")
+        return None
+    picture = figure(directory)
+    if picture is None:
+        _log.warning(
+            "No plot: nothing was logged in %s. `springline.log(loss=...)` does.", directory
+        )
+        return None
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        picture.savefig(temporary, format=path.suffix.removeprefix(".") or "png")
+        temporary.replace(path)
+    except OSError as error:
+        _log.warning("No plot: %s cannot be written (%s).", path, error.strerror)
+        return None
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def figure(directory: Path) -> Figure | None:
+    """Make the picture: a row per quantity, time to the left and bytes to the right."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    metrics = read_metrics(directory)
+    rows = list(quantities(metrics).items())[:_ROWS]
+    if not rows:
+        return None
+    plan, _ = read_plan(directory / "center") or (None, None)
+    timeline = Timeline(metrics, plan)
+    ends = np.array([series.time[-1] for series in metrics.values()])
+    by_bytes = plan is not None and timeline.nbytes(ends).max() > 0
+    scale, unit = _time_unit(timeline.seconds(ends).max())
+    picture = Figure((_WIDTH, 1.0 + _ROW * len(rows)), dpi=_DPI, layout="constrained")
+    grid = picture.subplots(len(rows), 1 + by_bytes, sharex="col", sharey="row", squeeze=False)
+    places = [lambda time: timeline.seconds(time) / scale, timeline.nbytes]
+    colors = _colors([name for _, names in rows for name in names], metrics)
+    for (quantity, names), axes in zip(rows, grid, strict=True):
+        for ax, place in zip(axes, places, strict=False):
+            _draw_quantity(ax, names, metrics, place, colors)
+        axes[0].set_ylabel(quantity)
+        _scale(axes[0], quantity, names, metrics)
+    grid[-1, 0].set_xlabel(f"time, {unit}")
+    if by_bytes:
+        grid[-1, 1].set_xlabel("bytes exchanged by all workers")
+        grid[-1, 1].xaxis.set_major_locator(MaxNLocator(6))
+        grid[-1, 1].xaxis.set_major_formatter(EngFormatter("B"))
+    _title(picture, directory, plan, len(metrics))
+    _legend(picture, grid[:, 0])
+    return picture
+
+
+def _draw_quantity(
+    ax: Axes,
+    names: list[str],
+    metrics: dict[int, Series],
+    place: Callable[[Floats], Floats],
+    colors: dict[str | int, Any],
+) -> None:
+    for name in names:
+        strong, (whose, _) = is_strong(name, metrics), split_name(name)
+        for rank, series in metrics.items():
+            values = series.values.get(name, np.empty(0))
+            known = np.isfinite(values)
+            if known.any():
+                color = colors[whose or name] if strong else colors[rank]
+                line = _line(whose or name, color) if strong else _thin_line(rank, whose, color)
+                deaths = np.flatnonzero(np.diff(np.cumsum(series.births)[known])) + 1
+                _draw_series(ax, place(series.time[known]), values[known], deaths, line)
+    for rank, series in metrics.items():
+        if series.births.any():
+            at = place(series.time[series.births])
+            ax.plot(
+                at,
+                np.zeros(len(at)),
+                "^",
+                color=colors[rank],
+                transform=ax.get_xaxis_transform(),
+                clip_on=False,
+                label="restart",
+            )
+    ax.grid(alpha=0.25, lw=0.6)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.margins(x=0.02)
+
+
+def _draw_series(
+    ax: Axes, x: Floats, y: Floats, deaths: NDArray[np.intp], line: dict[str, Any]
+) -> None:
+    """Draw a line, open where the worker was dead; a noisy one smoothed, over a faint one."""
+    mean = smooth(y, 2 * (len(y) // 60) + 1) if len(y) >= _NOISY else y
+    spread = np.subtract(*np.percentile(y, [95, 5])) + 1e-6 * np.abs(y).max()
+    noisy = np.median(np.abs(y - mean)) > 0.01 * spread
+    marker = "o" if len(y) <= (_FEW if line["zorder"] == _FRONT else 2) else ""
+    if len(y) > 2 * _POINTS:  # more than there are pixels
+        some = np.linspace(0, len(y) - 1, _POINTS).astype(int)
+        x, y, mean, deaths = x[some], y[some], mean[some], np.searchsorted(some, deaths)
+    if line["zorder"] != _FRONT:
+        x, y, mean = (np.insert(values, deaths, np.nan) for values in (x, y, mean))
+    if noisy:
+        ax.plot(x, y, color=line["color"], lw=0.6, alpha=0.18)
+    ax.plot(x, mean if noisy else y, marker=marker, ms=4, **line)
+
+
+def _line(label: str, color: Any) -> dict[str, Any]:
+    return {"label": label, "color": color, "lw": 2.2, "zorder": _FRONT}
+
+
+def _thin_line(rank: int, whose: str, color: Any) -> dict[str, Any]:
+    own = whose in ("", "train", "training", "local", "worker")
+    label = f"worker {rank}" if own else f"worker {rank} {whose}"
+    return {"label": label, "color": color, "lw": 1.1, "ls": "-" if own else "--", "zorder": 2.5}
+
+
+def _colors(names: Iterable[str], metrics: dict[int, Series]) -> dict[str | int, Any]:
+    """Give the center's lines dark colors, workers one of their own, or a shade if many."""
+    from matplotlib import colormaps
+
+    strong = {split_name(name)[0] or name for name in names if is_strong(name, metrics)}
+    shades: Any = _COLORS
+    if len(metrics) > len(_COLORS):
+        shades = colormaps["viridis"](np.linspace(0, 0.9, len(metrics)))
+    keys: list[str | int] = [*sorted(strong), *metrics]
+    dark = [_DARK[k % len(_DARK)] for k in range(len(strong))]
+    return dict(zip(keys, [*dark, *shades], strict=False))
+
+
+def _scale(ax: Axes, quantity: str, names: list[str], metrics: dict[int, Series]) -> None:
+    values = np.concatenate([s.values[n] for s in metrics.values() for n in names if n in s.values])
+    values = values[np.isfinite(values)]
+    if quantity.endswith("loss") and values.min() > 0 and values.max() > 100 * values.min():
+        ax.set_yscale("log")
+
+
+def _time_unit(seconds: float) -> tuple[float, str]:
+    for limit, scale, unit in ((300, 1.0, "seconds"), (10_800, 60.0, "minutes")):
+        if seconds < limit:
+            return scale, unit
+    return 3600.0, "hours"
+
+
+def _title(picture: Figure, directory: Path, plan: Plan | None, workers: int) -> None:
+    rule = rule_in_words(plan.settings) if plan else "a run"
+    count = many(plan.workers if plan else workers, "worker")
+    picture.suptitle(f"{rule}, {count}    ({directory.absolute().name})", fontsize=12)
+
+
+def _legend(picture: Figure, axes: Iterable[Axes]) -> None:
+    entries: dict[str, Any] = {}
+    for ax in axes:
+        handles, labels = ax.get_legend_handles_labels()
+        for handle, label in zip(handles, labels, strict=True):
+            entries.setdefault(label, handle)
+    workers = [label for label in entries if label.startswith("worker ")]
+    if len(workers) > _LEGEND:  # the shades in between explain themselves
+        for label in workers[1:-1]:
+            del entries[label]
+    if "restart" in entries:
+        entries["restart"] = entries.pop("restart")
+    columns = min(len(entries), 8)
+    picture.legend(
+        entries.values(), entries.keys(), loc="outside lower center", ncols=columns, frameon=False
+    )

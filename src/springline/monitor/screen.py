@@ -1,0 +1,284 @@
+"""A run on the screen: live in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from itertools import compress
+from pathlib import Path
+from types import TracebackType
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, JustifyMethod, OverflowMethod, RenderableType
+from rich.filesize import decimal
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from springline.center import CenterError
+from springline.monitor.status import NotARunError, State, Status, StatusReader, WorkerStatus
+from springline.monitor.words import ago, clock, loss_in_words, many, rule_in_words
+
+_LIVE_EVERY, _PLAIN_EVERY = 0.25, 5.0  # seconds
+_STATES: dict[State, tuple[str, str]] = {
+    "starting": ("○", "cyan"),
+    "running": ("●", "green"),
+    "restarting": ("↻", "yellow"),
+    "finished": ("✓", "bold green"),
+    "failed": ("✗", "bold red"),
+    "stopped": ("■", "magenta"),
+    "left": ("○", "dim"),
+}
+# Columns, their least widths, so that they stay where they are, and from which width on they show.
+_COLUMNS = (
+    ("worker", 6, 0),
+    ("step", 6, 0),
+    ("steps/s", 7, 0),
+    ("loss", 7, 0),
+    ("exchanges", 9, 80),
+    ("ms/exchange", 11, 60),
+    ("restarts", 8, 80),
+    ("state", 12, 0),
+)
+_OTHER_ROWS = 9  # of the live screen, beside the workers'
+_ASCII = str.maketrans({"τ": "tau", "α": "alpha", "·": "|", "…": "..."})
+
+
+class Screen:
+    """Shows a run for as long as the context lasts.
+
+    Args:
+        directory: the run's.
+        console: where to.
+        live: a screen that is drawn again and again; else a line every five seconds and at the
+            end, without control characters.
+        total_steps: steps that each worker is to make, if the run does not tell.
+
+    Attributes:
+        status: the last that was read.
+    """
+
+    def __init__(
+        self, directory: Path, console: Console, live: bool, total_steps: int | None = None
+    ) -> None:
+        self.status: Status | None = None
+        self._directory = directory
+        self._console = console
+        self._total_steps = total_steps
+        self._reader = StatusReader(directory)
+        self._trouble = ""
+        self._every = _LIVE_EVERY if live else _PLAIN_EVERY
+        self._next = 0.0
+        self._introduced = False
+        self._live: Live | None = None
+        if live:
+            self._live = Live(Text(""), console=console, auto_refresh=False)
+
+    def __enter__(self) -> Screen:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if self._live or not (self.status and self.status.over):  # not the last line twice
+                self._draw()
+        finally:
+            if self._live:
+                self._live.stop()
+            self._reader.close()
+
+    def refresh(self) -> None:
+        """Draw the run if it is time to; to be called often."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + self._every
+            self._draw()
+
+    def _draw(self) -> None:
+        before = self._trouble
+        try:
+            self.status = self._reader.read()
+            self._trouble = ""
+        except NotARunError:  # not yet
+            pass
+        except CenterError as error:  # watching must not end the run
+            self._trouble = str(error)
+        if self._live:
+            self._live.update(self._picture(), refresh=True)
+            return
+        if self._trouble and self._trouble != before:
+            self._print(self._trouble)
+        if self.status:
+            if self.status.settings and not self._introduced:
+                self._introduced = True
+                self._print(_introduction(self.status))
+            self._print(_line(self.status, self._total()))
+
+    def _print(self, text: str) -> None:
+        if not self._unicode:
+            text = text.translate(_ASCII)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True, style=None)
+
+    @property
+    def _unicode(self) -> bool:
+        return self._console.encoding.lower().startswith("utf")
+
+    @property
+    def _overflow(self) -> OverflowMethod:
+        return "ellipsis" if self._unicode else "crop"
+
+    def _total(self) -> int | None:
+        return (self.status.total if self.status else None) or self._total_steps
+
+    def _picture(self) -> RenderableType:
+        status = self.status
+        if status is None:
+            return Text(self._trouble or f"Waiting for a run in {self._directory}.", style="dim")
+        room = max(4, self._console.height - _OTHER_ROWS)
+        parts = [self._head(status), self._bar(status), self._workers(status, room)]
+        parts.append(self._text(_footer(status), "dim"))
+        if self._trouble:
+            parts.append(self._text(self._trouble, "red"))
+        return Group(*parts)
+
+    def _text(self, text: str, style: str = "") -> Text:
+        return Text(text if self._unicode else text.translate(_ASCII), style=style)
+
+    def _head(self, status: Status) -> RenderableType:
+        head = Table.grid(expand=True, padding=(0, 1))
+        head.add_column(ratio=1, overflow=self._overflow, no_wrap=True)
+        head.add_column(justify="right", overflow=self._overflow, no_wrap=True)
+        words = [w for w in (rule_in_words(status.settings), clock(status.elapsed)) if w]
+        head.add_row(self._text(str(status.directory), "bold"), self._text("  ·  ".join(words)))
+        return head
+
+    def _bar(self, status: Status) -> RenderableType:
+        total, done = self._total(), sum(worker.step for worker in status.workers)
+        words = [many(done, "step")]
+        bar = ProgressBar(total=None, pulse=not status.over, pulse_style="cyan")
+        if total:
+            whole = total * len(status.workers)
+            done = sum(min(worker.step, total) for worker in status.workers)
+            bar = ProgressBar(
+                total=whole, completed=done, complete_style="cyan", finished_style="green"
+            )
+            width = len(f"{whole:,}")  # the bar keeps its length
+            words = [f"{math.floor(100 * done / whole):3} %", f"{done:{width},} of {whole:,} steps"]
+            left = seconds_left(status, total)
+            if not status.over:
+                words.append(f"{'-:--:--' if left is None else clock(left)} left")
+        row = Table.grid(expand=True, padding=(0, 1))
+        row.add_column(ratio=1)
+        row.add_column(justify="right", overflow=self._overflow, no_wrap=True)
+        row.add_row(bar, self._text("  ".join(words)))
+        return Group(row, "")
+
+    def _workers(self, status: Status, room: int) -> RenderableType:
+        shows = [self._console.width >= least for *_, least in _COLUMNS]
+        table = Table(
+            box=SIMPLE_HEAD,
+            show_edge=False,
+            padding=(0, 1, 0, 0),
+            pad_edge=False,
+            header_style="dim",
+        )
+        for name, width, _ in compress(_COLUMNS, shows):
+            justify: JustifyMethod = "left" if name == "state" else "right"
+            table.add_column(
+                name, justify=justify, no_wrap=True, overflow=self._overflow, min_width=width
+            )
+        shown = status.workers if len(status.workers) <= room else status.workers[: room - 1]
+        for worker in shown:
+            table.add_row(*compress([*_cells(worker), self._state(worker.state)], shows))
+        others = Counter(worker.state for worker in status.workers[len(shown) :])
+        words = ", ".join(f"{count} {state}" for state, count in others.items())
+        return Group(table, self._text(f"… and {words}" if words else "", "dim"))
+
+    def _state(self, state: State) -> Text:
+        sign, style = _STATES[state]
+        return Text(f"{sign} {state}" if self._unicode else state, style=style)
+
+
+def seconds_left(status: Status, total: int) -> float | None:
+    """Estimate when the slowest worker has made its steps; None if nobody knows.
+
+    A worker that is starting is taken to be as fast as the others.
+    """
+    at_work = [w for w in status.workers if w.state in ("starting", "running", "restarting")]
+    rates = [worker.rate for worker in at_work if worker.rate is not None]
+    if not rates or not all(rates):
+        return None
+    mean = sum(rates) / len(rates)
+    return max(max(0, total - w.step) / (w.rate or mean) for w in at_work)
+
+
+def _cells(worker: WorkerStatus) -> list[str | Text]:
+    loss = loss_in_words(worker.loss)
+    rate = "-" if worker.rate is None else f"{worker.rate:,.1f}"
+    return [
+        str(worker.rank),
+        f"{worker.step:,}",
+        Text(rate, style="yellow" if worker.rate == 0 else ""),
+        Text(loss, style="bold red" if loss == "NaN/Inf" else ""),
+        f"{worker.exchanges:,}",
+        _milliseconds(worker.milliseconds),
+        Text(str(worker.restarts), style="yellow" if worker.restarts else ""),
+    ]
+
+
+def _milliseconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if value < 10 else f"{value:,.1f}"
+
+
+def _footer(status: Status) -> str:
+    if status.version is None:
+        return "no center yet" if not status.settings else "the center is gone; no checkpoint"
+    age = status.checkpoint_age
+    words = [f"center version {status.version:,}"]
+    words.append("no checkpoint yet" if age is None else f"checkpoint {ago(age)}")
+    words.append(f"{decimal(status.bytes_exchanged)} exchanged")
+    return "  ·  ".join(words)
+
+
+def _introduction(status: Status) -> str:
+    rule, workers = rule_in_words(status.settings), many(len(status.workers), "worker")
+    return f"{status.directory}: {rule}, {workers}"
+
+
+def _line(status: Status, total: int | None) -> str:
+    workers = status.workers
+    done = sum(worker.step for worker in workers)
+    words = [clock(status.elapsed)]
+    if total and workers:
+        done, whole = sum(min(worker.step, total) for worker in workers), total * len(workers)
+        words.append(f"{done:,} of {whole:,} steps ({math.floor(100 * done / whole)}%)")
+    else:
+        words.append(many(done, "step"))
+    rates = [worker.rate or 0.0 for worker in workers if worker.state == "running"]
+    if rates:
+        words.append(f"{sum(rates):,.1f} steps/s")
+    losses = [worker.loss for worker in workers if worker.loss is not None]
+    finite = [loss for loss in losses if not math.isnan(loss)]
+    if finite:
+        words.append(f"loss {loss_in_words(sum(finite) / len(finite))}")
+    if len(losses) > len(finite):
+        words.append(f"loss NaN/Inf in {many(len(losses) - len(finite), 'worker')}")
+    if status.version is not None:
+        words.append(f"version {status.version:,}")
+        words.append(f"{decimal(status.bytes_exchanged)} exchanged")
+    restarts = sum(worker.restarts for worker in workers)
+    if restarts:
+        words.append(many(restarts, "restart"))
+    states = Counter(worker.state for worker in workers)
+    words.append(", ".join(f"{count} {state}" for state, count in states.items()))
+    return "  ".join(word for word in words if word)

@@ -1,0 +1,177 @@
+"""Where the state of a run is read from, again and again: the center and the ranks' metrics."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from springline.center import CenterError, Progress, SharedCenter
+from springline.center.checkpoint import describe, newest
+from springline.center.plan import BASE, Plan
+from springline.center.shared import CHECKPOINT_NAME
+from springline.monitor.metrics import Line, LineReader, training_loss
+from springline.monitor.recent import Recent
+
+_TAIL = 1 << 20  # bytes of a rank's metrics that are read at first
+
+
+def read_plan(center: Path) -> tuple[Plan, Path] | None:
+    """Read what a center is and where its memory is, or was; None if there is no center yet."""
+    path = center / "layout.json"
+    try:
+        values = json.loads(path.read_text("utf-8"))
+        return Plan.from_json(values["plan"]), center / values["memory"]
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CenterError(f"Cannot read {path}: {error!r}. Is it a center's?") from error
+
+
+@dataclass(frozen=True)
+class CenterState:
+    """What is known of a center: nothing, or at least its plan."""
+
+    plan: Plan | None = None
+    version: int | None = None
+    progress: tuple[Progress, ...] = ()
+    members: tuple[int, ...] = ()
+
+    @property
+    def bytes_exchanged(self) -> int:
+        """To the center and back, by all workers."""
+        if self.plan is None:
+            return 0
+        # A synchronous center's version counts rounds, any other's exchanges.
+        rounds = self.plan.synchronous
+        done = sum(rank.exchanges for rank in self.progress) if rounds else self.version or 0
+        return 2 * self.plan.layout.nbytes * done
+
+
+class CenterReader:
+    """Reads a center's counters, from its memory or, when that is gone, its checkpoint.
+
+    The center stays open between two reads, until its memory is another one.
+
+    Args:
+        directory: the center's.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._known: tuple[int, int] | None = None  # the layout.json that was read
+        self._plan: Plan | None = None
+        self._memory = directory
+        self._center: SharedCenter | None = None
+        self._last = CenterState()
+
+    def read(self) -> CenterState:
+        """Read the counters now."""
+        self._look()
+        if self._plan is None:
+            self._last = CenterState()
+        elif self._center is None:
+            self._last = self._without_memory(self._plan)
+        else:
+            center = self._center
+            progress = center.progress()
+            if center.memory.head[BASE]:  # it began with a checkpoint, its counters did not
+                progress = [_at_least(rank, self._plan.settings["period"]) for rank in progress]
+            self._last = CenterState(
+                self._plan, center.version, tuple(progress), tuple(center.members())
+            )
+        return self._last
+
+    def close(self) -> None:
+        """Let go of the center."""
+        if self._center:
+            self._center.close()
+        self._center = None
+
+    def _look(self) -> None:
+        try:
+            status = (self.directory / "layout.json").stat()
+            known = status.st_ino, status.st_mtime_ns
+        except (FileNotFoundError, NotADirectoryError):
+            known = None
+        if known != self._known:
+            self.close()
+            self._plan, self._memory = read_plan(self.directory) or (None, self.directory)
+            self._known = known
+        if self._plan is None or not self._memory.is_file():
+            self.close()
+        elif self._center is None:
+            try:
+                self._center = SharedCenter.open(self.directory)
+            except (CenterError, OSError):  # its memory went away this very moment
+                self._known = None
+
+    def _without_memory(self, plan: Plan) -> CenterState:
+        """Return what was seen last, or what the checkpoint says."""
+        saved = newest(self.directory / CHECKPOINT_NAME)
+        if saved is None:
+            return replace(self._last, plan=plan, members=())
+        found = describe(saved)
+        if self._last.version is not None and self._last.version >= found.version:
+            return replace(self._last, members=())
+        done = [_at_least(Progress(n, 0, 0.0), plan.settings["period"]) for n in found.steps]
+        return CenterState(plan, found.version, tuple(done))
+
+
+class RankReader:
+    """Reads how far one rank has come.
+
+    Args:
+        path: the rank's metrics.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._reader = LineReader(path, tail=_TAIL)
+        self._path = path
+        self._losses: dict[str, float] = {}
+        self._exchanges = Recent()
+        self._logged = 0
+        self.steps = Recent()
+        self.step = 0
+        self.first: float | None = None  # when it logged first and last
+        self.last: float | None = None
+
+    @property
+    def loss(self) -> float | None:
+        """The last one; NaN if it was not finite."""
+        name = training_loss(self._losses)
+        return None if name is None else self._losses[name]
+
+    @property
+    def milliseconds(self) -> float | None:
+        """Per exchange, over the last few seconds."""
+        seconds = self._exchanges.amount_per_count()
+        return None if seconds is None else 1e3 * seconds
+
+    def read(self, done: Progress | None, now: float) -> None:
+        """Take what the center knows of the rank and what was logged since the last time."""
+        for line in self._reader.read():
+            if self.first is None:
+                self.first = _first_time(self._path) or line.time
+            if not line.values:
+                self.steps.clear()
+            self.steps.add(line.time, line.step)
+            self.last, self._logged = line.time, line.step
+            self._losses |= {k: v for k, v in line.values.items() if k.endswith("loss")}
+        self.step = self._logged
+        if done and done.steps > self.step:
+            self.step = done.steps
+            self.steps.add(now, done.steps)
+        if done and done.seconds:
+            self._exchanges.add(now, done.exchanges, done.seconds)
+
+
+def _first_time(path: Path) -> float | None:
+    with path.open("rb") as file:
+        line = Line.parse(file.readline())
+    return line.time if line else None
+
+
+def _at_least(rank: Progress, period: int) -> Progress:
+    """Count the exchanges before a checkpoint by the steps that it knows."""
+    return replace(rank, exchanges=max(rank.exchanges, -(-rank.steps // period)))

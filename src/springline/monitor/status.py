@@ -1,0 +1,182 @@
+"""The state of a run at one moment, read from its directory.
+
+What is read: `launch.json` (what the launcher knows), the center's counters in shared memory, or
+its checkpoint when the memory is gone, and the ends of the metrics. Each may be missing.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from springline.center import CenterError
+from springline.center.shared import CHECKPOINT_NAME
+from springline.launch.directory import is_held
+from springline.launch.state import NAME as LAUNCH_NAME
+from springline.launch.state import LaunchState, WorkerEntry, WorkerState
+from springline.monitor.metrics import FOLDER
+from springline.monitor.sources import CenterReader, CenterState, RankReader
+
+# A worker that is no member of its center any more, where no launcher tells why.
+State = WorkerState | Literal["left"]
+
+
+class NotARunError(CenterError, ValueError):
+    """A directory is not a run's."""
+
+
+@dataclass(frozen=True)
+class WorkerStatus:
+    """One worker. Counts are over all lives of its rank."""
+
+    rank: int
+    state: State
+    step: int = 0
+    rate: float | None = None  # steps per second over the last few seconds
+    loss: float | None = None  # the last one; NaN if it was not finite
+    exchanges: int = 0
+    milliseconds: float | None = None  # per exchange, over the last few seconds
+    restarts: int = 0
+
+
+@dataclass(frozen=True)
+class Status:
+    """A run. What is not known yet is None, empty or 0."""
+
+    directory: Path
+    workers: tuple[WorkerStatus, ...]
+    settings: dict[str, Any]  # the center's: rule, period, workers, ...
+    version: int | None  # the center's
+    bytes_exchanged: int
+    elapsed: float  # seconds
+    checkpoint_age: float | None  # seconds
+    total: int | None  # steps that each worker is to make
+    over: bool
+
+
+def read_status(directory: str | Path) -> Status:
+    """Read the state of a run once.
+
+    Raises:
+        NotARunError: the directory is not a run's.
+    """
+    reader = StatusReader(directory)
+    try:
+        return reader.read()
+    finally:
+        reader.close()
+
+
+class StatusReader:
+    """Reads the state of a run again and again, at little cost.
+
+    Args:
+        directory: the run's.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self._center = CenterReader(self.directory / "center")
+        self._ranks: dict[int, RankReader] = {}
+
+    def read(self) -> Status:
+        """Read the state now."""
+        launch = _read_launch(self.directory)
+        center = self._center.read()
+        if launch is None and center.plan is None and not (self.directory / FOLDER).is_dir():
+            raise NotARunError(
+                f"{self.directory} is not a run: it has no {LAUNCH_NAME}, no center and no "
+                "metrics. Give the directory that `springline run` named."
+            )
+        now = time.time()
+        launched = launch is not None and launch.ended is None and is_held(self.directory)
+        over = not (launched or center.members)
+        workers = tuple(
+            self._worker(rank, launch, launched, center, now)
+            for rank in range(self._count(launch, center))
+        )
+        firsts = [rank.first for rank in self._ranks.values() if rank.first]
+        lasts = [rank.last for rank in self._ranks.values() if rank.last]
+        started = launch.started if launch else min(firsts, default=now)
+        ended = (launch and launch.ended) or max(lasts, default=started)
+        saved = self._saved(launch)
+        return Status(
+            directory=self.directory,
+            workers=workers,
+            settings=center.plan.settings if center.plan else {},
+            version=center.version,
+            bytes_exchanged=center.bytes_exchanged,
+            elapsed=max(0.0, (ended if over else now) - started),
+            checkpoint_age=None if saved is None else max(0.0, now - saved),
+            total=self._total(launch),
+            over=over,
+        )
+
+    def close(self) -> None:
+        """Let go of the center."""
+        self._center.close()
+
+    def _count(self, launch: LaunchState | None, center: CenterState) -> int:
+        if launch and launch.workers:
+            return len(launch.workers)
+        if center.plan:
+            return center.plan.workers
+        names = [path.stem for path in (self.directory / FOLDER).glob("rank-*.jsonl")]
+        ranks = [name.removeprefix("rank-") for name in names]
+        return max((int(rank) + 1 for rank in ranks if rank.isdigit()), default=0)
+
+    def _worker(
+        self, k: int, launch: LaunchState | None, launched: bool, center: CenterState, now: float
+    ) -> WorkerStatus:
+        path = self.directory / FOLDER / f"rank-{k}.jsonl"
+        rank = self._ranks.setdefault(k, RankReader(path))
+        done = center.progress[k] if k < len(center.progress) else None
+        rank.read(done, now)
+        entry = next((e for e in launch.workers if e.rank == k), None) if launch else None
+        state = _state(entry, launched, k in center.members, rank.step)
+        idle = state in ("starting", "restarting")
+        return WorkerStatus(
+            rank=k,
+            state=state,
+            step=rank.step,
+            rate=None if idle else rank.steps.rate(now if state == "running" else None),
+            loss=rank.loss,
+            exchanges=done.exchanges if done else 0,
+            milliseconds=rank.milliseconds,
+            restarts=entry.restarts if entry else 0,
+        )
+
+    def _saved(self, launch: LaunchState | None) -> float | None:
+        times = [launch.checkpoint] if launch and launch.checkpoint else []
+        path = self.directory / "center" / CHECKPOINT_NAME
+        if path.exists():
+            times.append(path.stat().st_mtime)
+        return max(times, default=None)
+
+    def _total(self, launch: LaunchState | None) -> int | None:
+        path = self.directory / "total"
+        try:
+            if launch and path.stat().st_mtime < launch.started:  # of an earlier start here
+                return None
+            return int(path.read_text("utf-8"))
+        except (FileNotFoundError, ValueError):
+            return None
+
+
+def _read_launch(directory: Path) -> LaunchState | None:
+    try:
+        return LaunchState.read(directory)
+    except NotADirectoryError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CenterError(f"Cannot read {directory / LAUNCH_NAME}: {error!r}.") from error
+
+
+def _state(entry: WorkerEntry | None, launched: bool, member: bool, step: int) -> State:
+    if entry and (launched or entry.state in ("finished", "failed", "stopped")):
+        return entry.state
+    if member:
+        return "running"
+    return "left" if entry or step else "starting"

@@ -1,0 +1,219 @@
+"""The plot: what is drawn, where, and what happens when nothing can be."""
+
+import logging
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from made import MODEL, NBYTES, START, center, log
+
+from springline import ElasticAverage, ModelAverage, Worker
+from springline.launch.run import Run
+from springline.monitor.curves import Timeline, is_strong, quantities
+from springline.monitor.metrics import read_metrics
+from springline.monitor.plot import draw, figure
+from springline.monitor.sources import read_plan
+
+
+def noisy(seconds, every=0.1, seed=0):
+    """Lines of a worker that makes 100 steps per second."""
+    noise = np.random.default_rng(seed).normal(0, 0.1, round(seconds / every))
+    return [(k * every, round(100 * k * every), {"loss": 1 + x}) for k, x in enumerate(noise)]
+
+
+def lines(ax):
+    """Labels of the lines in an axes; those without one are the faint ones below a smoothed one."""
+    return ["faint" if t.get_label().startswith("_") else t.get_label() for t in ax.get_lines()]
+
+
+@pytest.fixture
+def run(directory):
+    """Two workers for ten seconds; rank 1 is restarted once, rank 0 evaluates the center."""
+    center(directory).close()
+    log(directory, 0, (0, 0, {}), *noisy(10))
+    log(directory, 0, *((10 + k, 1000, {"center_loss": 1.0, "val_acc": 0.9}) for k in range(3)))
+    log(directory, 1, (0, 0, {}), *noisy(5, seed=1), (6, 490, {}), (7, 500, {"loss": 0.9}))
+    return directory
+
+
+def test_a_row_per_quantity_a_column_for_time_and_one_for_bytes(run):
+    axes = np.reshape(figure(run).axes, (2, 2))
+    assert [row[0].get_ylabel() for row in axes] == ["loss", "accuracy"]
+    assert axes[-1, 0].get_xlabel() == "time, seconds"
+    assert axes[-1, 1].get_xlabel() == "bytes exchanged by all workers"
+    for ax in axes[0]:
+        assert lines(ax) == ["faint", "worker 0", "worker 1", "center", "restart"]
+    assert lines(axes[1, 0]) == ["val", "restart"]
+
+
+def test_the_center_is_drawn_stronger_and_a_restart_is_marked(run):
+    by_label = {line.get_label(): line for line in figure(run).axes[0].get_lines()}
+    assert by_label["center"].get_linewidth() > 1.5 * by_label["worker 0"].get_linewidth()
+    assert by_label["restart"].get_xdata().tolist() == [6.0]
+    assert by_label["restart"].get_color() == by_label["worker 1"].get_color()
+    assert by_label["worker 0"].get_color() != by_label["worker 1"].get_color()
+    dead = np.isnan(by_label["worker 1"].get_xdata())
+    assert dead.sum() == 1  # the line is open where the worker was dead
+
+
+def test_title_and_legend(run):
+    picture = figure(run)
+    title = picture.get_suptitle()
+    assert title.startswith("elastic averaging, τ = 10, α = 0.45, 2 workers")
+    texts = [text.get_text() for text in picture.legends[0].get_texts()]
+    assert texts == ["worker 0", "worker 1", "center", "val", "restart"]
+
+
+def test_a_noisy_series_is_smoothed_a_quiet_one_is_not(tmp_path):
+    quiet = [(k, k, {"loss": 1 / (k + 1), "lr": 0.1}) for k in range(500)]
+    log(tmp_path, 0, *quiet)
+    log(tmp_path, 1, *noisy(50))
+    loss, lr = figure(tmp_path).axes
+    assert lines(loss) == ["worker 0", "faint", "worker 1"]
+    assert lines(lr) == ["lr"]
+    faint, smoothed = (line.get_ydata() for line in loss.get_lines()[1:])
+    assert np.std(smoothed) < np.std(faint) / 2
+    assert np.mean(smoothed) == pytest.approx(np.mean(faint), abs=0.02)
+
+
+def test_a_picture_1200_pixels_wide(run):
+    path = draw(run)
+    assert path == run / "plot.png"
+    header = path.read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", header[16:])
+    assert width == 1200
+    assert 700 < height < 1000
+    assert [p.name for p in run.glob(".plot*")] == []
+
+
+def test_to_another_place(run):
+    path = run / "figures.svg"
+    assert draw(run, path) == path
+    assert path.read_text().startswith("<?xml")
+
+
+def test_bytes_are_those_of_all_workers(run):
+    timeline = Timeline(read_metrics(run), read_plan(run / "center")[0])
+    at = START + np.array([0.0, 2.0, 4.0])  # each makes 100 steps, so 10 exchanges, per second
+    np.testing.assert_array_equal(timeline.nbytes(at), 2 * NBYTES * np.array([0, 40, 80]))
+
+
+def test_a_worker_that_logs_nothing_is_as_far_as_the_others(directory):
+    center(directory, ElasticAverage(period=10, workers=4)).close()
+    log(directory, 0, (0, 0, {"loss": 1.0}), (1, 100, {"loss": 1.0}))
+    timeline = Timeline(read_metrics(directory), read_plan(directory / "center")[0])
+    assert timeline.nbytes(np.array([START + 1])) == 2 * NBYTES * 4 * 10
+
+
+def test_the_bytes_of_a_real_run(directory, together):
+    rule = ModelAverage(period=5, workers=2)
+
+    def train(rank):
+        run = Run(directory, rank, 2)
+        with Worker(MODEL, rule, run.center_directory, rank) as worker:
+            for step in range(20):
+                worker.step()
+                run.log(step + 1, {"loss": 1.0})
+            return worker.bytes_exchanged
+
+    exchanged = sum(together(lambda: train(0), lambda: train(1)))
+    metrics = read_metrics(directory)
+    end = np.array([max(series.time[-1] for series in metrics.values())])
+    assert Timeline(metrics, read_plan(directory / "center")[0]).nbytes(end) == exchanged
+    assert len(figure(directory).axes) == 2
+
+
+def test_the_break_before_a_run_went_on_takes_no_room(tmp_path):
+    day = 86_400
+    for rank in (0, 1):
+        log(tmp_path, rank, (0, 0, {}), (30, 5, {"loss": 1.0}))
+        log(tmp_path, rank, (day + rank, 5, {}), (day + 10, 10, {"loss": 1.0}))
+    timeline = Timeline(read_metrics(tmp_path), None)
+    at = START + np.array([0, 30, day, day + 10.0])
+    assert timeline.seconds(at).tolist() == [0, 30, 30, 40]
+
+
+def test_a_long_pause_of_a_running_worker_is_kept(tmp_path):
+    log(tmp_path, 0, (0, 1, {"loss": 1.0}), (500, 2, {"loss": 1.0}))
+    timeline = Timeline(read_metrics(tmp_path), None)
+    assert timeline.seconds(START + np.array([500.0])).tolist() == [500]
+
+
+def test_loss_and_accuracy_come_first_and_names_are_grouped(tmp_path):
+    log(tmp_path, 0, (0, 1, {"lr": 0.1, "val_accuracy": 0.5, "loss": 1.0, "broken": None}))
+    log(tmp_path, 1, (0, 1, {"lr": 0.1, "loss": 1.0, "center_loss": 1.0}))
+    metrics = read_metrics(tmp_path)
+    assert quantities(metrics) == {
+        "loss": ["loss", "center_loss"],
+        "accuracy": ["val_accuracy"],
+        "lr": ["lr"],
+    }
+    assert list(quantities(metrics)) == ["loss", "accuracy", "lr"]
+    strong = [
+        name for name in ("loss", "lr", "val_accuracy", "center_loss") if is_strong(name, metrics)
+    ]
+    assert strong == ["val_accuracy", "center_loss"]
+
+
+def test_validation_of_every_workers_own_is_dashed(tmp_path):
+    for rank in (0, 1):
+        log(tmp_path, rank, *((k, k, {"loss": 1.0, "val_loss": 1.1}) for k in range(5)))
+    (ax,) = figure(tmp_path).axes
+    assert lines(ax) == ["worker 0", "worker 1", "worker 0 val", "worker 1 val"]
+    assert [line.get_linestyle() for line in ax.get_lines()] == ["-", "-", "--", "--"]
+
+
+def test_at_most_four_rows(tmp_path):
+    log(tmp_path, 0, (0, 1, {f"number{k}": 1.0 for k in range(9)} | {"accuracy": 0.5}))
+    assert [ax.get_ylabel() for ax in figure(tmp_path).axes] == [
+        *("accuracy", "number0", "number1", "number2")
+    ]
+
+
+def test_many_workers_and_many_lines(tmp_path):
+    for rank in range(20):
+        log(tmp_path, rank, *((k, k, {"loss": 1.0 + k}) for k in range(5)))
+    log(tmp_path, 0, *((k, k, {"loss": 5.0}) for k in range(5, 9000)))
+    picture = figure(tmp_path)
+    assert [text.get_text() for text in picture.legends[0].get_texts()] == ["worker 0", "worker 19"]
+    drawn = picture.axes[0].get_lines()
+    assert len(drawn[0].get_xdata()) == 2000
+    assert len({str(line.get_color()) for line in drawn}) == 20
+
+
+def test_a_loss_that_falls_far_has_a_logarithmic_scale(tmp_path):
+    log(tmp_path, 0, *((k, k, {"loss": 10.0**-k, "accuracy": 0.001 + 0.1 * k}) for k in range(5)))
+    assert [ax.get_yscale() for ax in figure(tmp_path).axes] == ["log", "linear"]
+
+
+def test_one_line_is_enough(tmp_path):
+    log(tmp_path, 0, (0, 1, {"loss": 1.0}))
+    assert draw(tmp_path).exists()
+
+
+def test_nothing_was_logged(tmp_path, caplog):
+    log(tmp_path, 0, (0, 0, {}), (1, 1, {"loss": None}))
+    assert draw(tmp_path) is None
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert caplog.messages[0].startswith("No plot: nothing was logged in")
+
+
+def test_without_matplotlib(run, caplog, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert draw(run) is None
+    assert caplog.messages == [
+        "No plot: matplotlib is missing. `pip install springline[plots]` brings it."
+    ]
+
+
+def test_a_place_that_cannot_be_written(run, caplog):
+    assert draw(run, run / "missing" / "plot.png") is None
+    assert "cannot be written (No such file or directory)" in caplog.messages[0]
+
+
+def test_springline_alone_imports_neither_rich_nor_matplotlib():
+    script = "import sys, springline; print({'rich', 'matplotlib'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", script], text=True) == "set()\n"

@@ -1,0 +1,239 @@
+"""The screen: exact cells in a terminal, plain lines elsewhere."""
+
+import io
+import re
+
+import pytest
+from made import START, center, count, launch, launcher_alive, log
+from rich.console import Console
+
+from springline import AGN
+from springline.monitor import screen as module
+from springline.monitor.screen import Screen, seconds_left
+from springline.monitor.status import Status, WorkerStatus
+
+
+def terminal(width=100, height=40):
+    return Console(
+        file=io.StringIO(), width=width, height=height, force_terminal=True, color_system="standard"
+    )
+
+
+def pipe(encoding="utf-8"):
+    """A console that is no terminal, and the bytes that went to it."""
+    out = io.BytesIO()
+    return Console(file=io.TextIOWrapper(out, encoding, write_through=True)), out
+
+
+def show(directory, **settings):
+    """Return the lines of the last picture of a run in a terminal."""
+    console = terminal(settings.pop("width", 100), settings.pop("height", 40))
+    screen = Screen(directory, console, live=True, **settings)
+    with screen:
+        screen.refresh()
+        plain = Console(file=io.StringIO(), width=console.width, height=console.height)
+        plain.print(screen._picture())
+    return [line.rstrip() for line in plain.file.getvalue().splitlines()]
+
+
+@pytest.fixture
+def run(directory, clock):
+    """A run of three workers, two of them under way, after 75 seconds."""
+    clock.now = 75
+    shared = center(directory, AGN(period=10, workers=3))
+    count(shared, 0, steps=1200, exchanges=120, seconds=1.5)
+    count(shared, 1, steps=900, exchanges=90, seconds=0.36)
+    launch(
+        directory, "running", "restarting", "starting", restarts=(0, 2, 0), checkpoint=START + 63
+    )
+    (directory / "total").write_text("2000\n")
+    log(directory, 0, *((k, 16 * k, {"loss": 0.5}) for k in range(70, 76)))
+    log(directory, 1, (60, 905, {"loss": None}))
+    with launcher_alive(directory):
+        yield directory
+    shared.close()
+
+
+def test_a_row_per_worker(run):
+    rows = [line.split() for line in show(run)]
+    head = next(i for i, row in enumerate(rows) if row[:1] == ["worker"])
+    assert rows[head] == [
+        *("worker", "step", "steps/s", "loss", "exchanges", "ms/exchange", "restarts", "state")
+    ]
+    assert rows[head + 2 : head + 5] == [
+        ["0", "1,200", "16.0", "0.5000", "120", "12.5", "0", "●", "running"],
+        ["1", "905", "-", "NaN/Inf", "90", "4.00", "2", "↻", "restarting"],
+        ["2", "0", "-", "-", "0", "-", "0", "○", "starting"],
+    ]
+
+
+def test_header_progress_and_footer(run):
+    lines = show(run)
+    assert re.fullmatch(
+        rf"{re.escape(str(run))[:40]}.* AGN, τ = 10, outer sgd  ·  0:01:15", lines[0]
+    )
+    assert lines[1].endswith(" 35 %  2,105 of 6,000 steps  0:02:05 left")
+    assert lines[1].startswith("━━━━")
+    assert lines[-1] == "center version 210  ·  checkpoint 12 s ago  ·  430.1 kB exchanged"
+
+
+def test_before_there_is_a_center(directory, clock):
+    launch(directory, "starting", "starting")
+    with launcher_alive(directory):
+        lines = show(directory)
+    assert lines[0].split() == [str(directory), "0:00:00"]
+    assert lines[1].endswith(" 0 steps")
+    assert lines[-1] == "no center yet"
+
+
+def test_before_there_is_a_run(tmp_path):
+    assert " ".join(show(tmp_path)) == f"Waiting for a run in {tmp_path}."
+
+
+def test_the_center_is_gone(directory):
+    shared = center(directory)
+    shared._path.unlink()
+    shared.close()
+    assert show(directory)[-1] == "the center is gone; no checkpoint"
+
+
+def test_without_a_total_the_bar_tells_steps_only(run):
+    (run / "total").unlink()
+    assert show(run)[1].endswith(" 2,105 steps")
+    assert show(run, total_steps=1000)[1].endswith(" 63 %  1,905 of 3,000 steps  0:01:02 left")
+
+
+def test_an_unchanged_total_of_the_run_comes_first(run):
+    assert show(run, total_steps=1000)[1].endswith(" of 6,000 steps  0:02:05 left")
+
+
+@pytest.mark.parametrize("width", [50, 60, 80, 200])
+def test_every_width_keeps_its_lines_apart(run, width):
+    lines = show(run, width=width)
+    assert all(len(line) <= width for line in lines)
+    rows = [line.split() for line in lines[5:8]]
+    assert [row[0] for row in rows] == ["0", "1", "2"]
+    assert [row[-1] for row in rows] == ["running", "restarting", "starting"]
+    assert len(rows[0]) == (9 if width >= 80 else 7 if width >= 60 else 6)
+
+
+def test_more_workers_than_lines(directory):
+    launch(directory, *["running"] * 30, "failed")
+    with launcher_alive(directory):
+        lines = show(directory, height=20)
+    assert len(lines) < 20
+    assert lines[-2] == "… and 20 running, 1 failed"
+
+
+def test_colors_go_with_words(run):
+    console = terminal()
+    with Screen(run, console, live=True):
+        pass
+    text = console.file.getvalue()
+    assert "\x1b[32m● running" in text
+    assert "\x1b[33m↻ restarting" in text
+
+
+def test_a_terminal_without_unicode(run):
+    out = io.BytesIO()
+    file = io.TextIOWrapper(out, "ascii", write_through=True)  # raises on anything else
+    console = Console(file=file, width=100, height=40, force_terminal=True)
+    with Screen(run, console, live=True):
+        pass
+    assert "tau = 10" in out.getvalue().decode("ascii")
+
+
+def test_the_last_picture_stays(run):
+    console = terminal()
+    with Screen(run, console, live=True):
+        launch(run, "finished", "finished", "failed", ended=START + 80)
+    last = console.file.getvalue().rsplit("worker", 1)[1]
+    assert last.count("✓ finished") == 2
+    assert "✗ failed" in last
+    assert "checkpoint" in last
+
+
+def test_at_most_four_pictures_a_second(run, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    screen = Screen(run, terminal(), live=True)
+    drawn = []
+    monkeypatch.setattr(screen, "_draw", lambda: drawn.append(now[0]))
+    with screen:
+        for _ in range(200):  # two seconds
+            screen.refresh()
+            now[0] += 0.01
+        assert len(drawn) == 8
+    assert len(drawn) == 9
+
+
+def test_plain_lines(run):
+    console, out = pipe()
+    with Screen(run, console, live=False) as screen:
+        screen.refresh()
+        screen.refresh()
+    line = (
+        "0:01:15  2,105 of 6,000 steps (35%)  16.0 steps/s  loss 0.5000  loss NaN/Inf in 1 worker  "
+        "version 210  430.1 kB exchanged  2 restarts  1 running, 1 restarting, 1 starting"
+    )
+    assert out.getvalue().decode() == (
+        f"{run}: AGN, τ = 10, outer sgd, 3 workers\n{line}\n{line}\n"
+    )
+
+
+def test_plain_lines_come_every_five_seconds(run, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    console, out = pipe()
+    with Screen(run, console, live=False) as screen:
+        for _ in range(120):  # twelve seconds
+            screen.refresh()
+            now[0] += 0.1
+    assert out.getvalue().count(b" steps ") == 3 + 1
+
+
+def test_plain_lines_of_a_run_that_is_over_say_so_once(directory):
+    launch(directory, "finished", ended=START + 60)
+    console, out = pipe()
+    with Screen(directory, console, live=False) as screen:
+        screen.refresh()
+    assert out.getvalue() == b"0:01:00  0 steps  1 finished\n"
+    assert screen.status.over
+
+
+def test_plain_lines_have_no_control_characters_even_in_a_terminal(run):
+    console = terminal()
+    with Screen(run, console, live=False):
+        pass
+    assert "steps" in console.file.getvalue()
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", console.file.getvalue())
+
+
+def test_plain_lines_without_unicode(run):
+    console, out = pipe("ascii")
+    with Screen(run, console, live=False):
+        pass
+    assert b"AGN, tau = 10" in out.getvalue()
+
+
+def test_watching_does_not_end_the_run(run):
+    (run / "center" / "layout.json").write_text("{")
+    assert "layout.json" in "".join(show(run))
+    console, out = pipe()
+    with Screen(run, console, live=False) as screen:
+        screen.refresh()
+    assert out.getvalue().count(b"Cannot read") == 1
+
+
+def status(*workers):
+    return Status(None, workers, {}, None, 0, 0.0, None, None, False)
+
+
+def test_seconds_left():
+    fast, slow = WorkerStatus(0, "running", 50, 10.0), WorkerStatus(1, "running", 50, 5.0)
+    assert seconds_left(status(fast, slow), 100) == 10
+    assert seconds_left(status(fast, WorkerStatus(1, "finished", 100, 5.0)), 100) == 5
+    assert seconds_left(status(fast, slow, WorkerStatus(2, "restarting", 40)), 100) == 10
+    assert seconds_left(status(fast, WorkerStatus(1, "running", 50, 0.0)), 100) is None
+    assert seconds_left(status(WorkerStatus(0, "starting")), 100) is None
+    assert seconds_left(status(WorkerStatus(0, "running", 120, 5.0)), 100) == 0

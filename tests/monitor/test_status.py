@@ -1,0 +1,278 @@
+"""The state of a run: whatever its directory holds, at every moment of its life."""
+
+import math
+import os
+
+import pytest
+from made import MODEL, NBYTES, START, center, count, launch, launcher_alive, log
+
+from springline import AGN, ElasticAverage, ModelAverage, SharedCenter, Worker
+from springline.center import CenterError
+from springline.monitor.status import NotARunError, StatusReader, WorkerStatus, read_status
+
+
+@pytest.fixture
+def reader(directory):
+    reader = StatusReader(directory)
+    yield reader
+    reader.close()
+
+
+def test_no_run(tmp_path):
+    with pytest.raises(NotARunError, match=r"is not a run: it has no launch\.json") as error:
+        read_status(tmp_path)
+    assert isinstance(error.value, ValueError)
+    with pytest.raises(NotARunError):
+        read_status(tmp_path / "missing")
+    (tmp_path / "file").touch()
+    with pytest.raises(NotARunError):
+        read_status(tmp_path / "file")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"script": "x"}'])
+def test_a_damaged_launch_json(tmp_path, text):
+    (tmp_path / "launch.json").write_text(text)
+    with pytest.raises(CenterError, match=r"Cannot read .*launch\.json"):
+        read_status(tmp_path)
+
+
+def test_a_damaged_layout_json(directory):
+    center(directory).close()
+    (directory / "center" / "layout.json").write_text('{"plan": {}}')
+    with pytest.raises(CenterError, match=r"Cannot read .*layout\.json"):
+        read_status(directory)
+
+
+def test_before_there_is_a_center(directory, clock):
+    clock.now = 4
+    launch(directory, "starting", "running")
+    with launcher_alive(directory):
+        status = read_status(directory)
+    assert status.workers == (WorkerStatus(0, "starting"), WorkerStatus(1, "running"))
+    assert (status.settings, status.version, status.bytes_exchanged) == ({}, None, 0)
+    assert (status.elapsed, status.checkpoint_age, status.total) == (4, None, None)
+    assert not status.over
+
+
+def test_a_run_without_a_launcher(directory):
+    rule = ElasticAverage(period=5, workers=3)
+    with Worker(MODEL, rule, directory / "center", rank=1) as worker:
+        for _ in range(12):
+            worker.step()
+        status = read_status(directory)
+        assert [w.state for w in status.workers] == ["starting", "running", "starting"]
+        assert (status.workers[1].step, status.workers[1].exchanges) == (10, 2)
+        assert status.workers[1].milliseconds > 0
+        assert status.settings["rule"] == "elastic"
+        assert (status.version, status.bytes_exchanged) == (2, worker.bytes_exchanged)
+        assert not status.over
+    status = read_status(directory)
+    assert [w.state for w in status.workers] == ["starting", "left", "starting"]
+    assert (status.workers[1].step, status.version, status.over) == (12, 3, True)
+
+
+def test_a_rounds_bytes_are_those_of_all_its_workers(directory, together):
+    rule = ModelAverage(period=1, workers=2)
+    shared = center(directory, rule)
+
+    def train(rank):
+        with Worker(MODEL, rule, shared, rank) as worker:
+            for _ in range(3):
+                worker.step()
+
+    together(lambda: train(0), lambda: train(1))
+    status = read_status(directory)
+    assert (status.version, status.bytes_exchanged) == (3, 2 * NBYTES * 6)
+    shared.close()
+
+
+def test_steps_come_from_the_center_or_a_newer_line(directory, clock):
+    shared = center(directory)
+    count(shared, 0, steps=20, exchanges=2, seconds=0.1)
+    count(shared, 1, steps=30, exchanges=3, seconds=0.1)
+    log(directory, 0, (0, 24, {"loss": 1.0}))
+    log(directory, 1, (0, 24, {"loss": 1.0}))
+    assert [worker.step for worker in read_status(directory).workers] == [24, 30]
+    shared.close()
+
+
+def test_steps_per_second_from_the_lines(directory, clock):
+    log(directory, 0, *((k / 10, 5 * k, {"loss": 1.0}) for k in range(100)))
+    log(directory, 1, (0.0, 7, {"loss": 1.0}))
+    clock.now = 10
+    workers = read_status(directory).workers
+    assert workers[0].rate == pytest.approx(50)
+    assert workers[1].rate is None
+
+
+def test_steps_per_second_from_the_center(directory, reader, clock):
+    shared = center(directory)
+    for clock.now in range(10):
+        count(shared, 0, steps=20 * clock.now, exchanges=2 * clock.now, seconds=0.0)
+        status = reader.read()
+    assert status.workers[0].rate == pytest.approx(20)
+    shared.close()
+
+
+def test_a_worker_that_stands_still_makes_no_steps_per_second(directory, reader, clock):
+    launch(directory, "running", "finished")
+    for rank in (0, 1):
+        log(directory, rank, *((k / 2, k, {"loss": 1.0}) for k in range(20)))
+    with launcher_alive(directory):
+        clock.now = 10
+        assert [worker.rate for worker in reader.read().workers] == [2.0, 2.0]
+        clock.now = 20
+        assert [worker.rate for worker in reader.read().workers] == [0.0, 2.0]
+
+
+def test_a_new_life_has_a_rate_of_its_own(directory, reader, clock):
+    log(directory, 0, (0, 0, {}), (1, 100, {"loss": 1.0}))
+    assert reader.read().workers[0].rate == 100
+    log(directory, 0, (500, 100, {}), (502, 110, {"loss": 1.0}))
+    assert reader.read().workers[0].rate == 5
+
+
+def test_milliseconds_per_exchange_are_recent_ones(directory, reader, clock):
+    shared = center(directory)
+    for clock.now in range(20):
+        slow = max(0, clock.now - 10)
+        seconds = 0.010 * (clock.now - slow) + 0.250 * slow
+        count(shared, 0, steps=10 * clock.now, exchanges=clock.now, seconds=seconds)
+        status = reader.read()
+        if clock.now == 8:
+            assert status.workers[0].milliseconds == pytest.approx(10)
+    assert status.workers[0].milliseconds == pytest.approx(250)
+    assert read_status(directory).workers[0].milliseconds == pytest.approx(1000 * seconds / 19)
+    shared.close()
+
+
+def test_the_last_loss(directory):
+    log(directory, 0, (0, 1, {"loss": 3.0}), (1, 2, {"loss": 2.5}), (2, 3, {"val_loss": 9.0}))
+    log(directory, 1, (0, 1, {"loss": 3.0}), (1, 2, {"loss": None}))
+    log(directory, 2, (0, 1, {"accuracy": 0.5}))
+    losses = [worker.loss for worker in read_status(directory).workers]
+    assert losses[0] == 2.5
+    assert math.isnan(losses[1])
+    assert losses[2] is None
+
+
+def test_what_the_launcher_knows(directory, clock):
+    launch(
+        directory,
+        "restarting",
+        "failed",
+        "running",
+        restarts=(2, 4),
+        checkpoint=START + 5,
+        ended=None,
+    )
+    clock.now = 12
+    with launcher_alive(directory):
+        status = read_status(directory)
+    assert [w.state for w in status.workers] == ["restarting", "failed", "running"]
+    assert [w.restarts for w in status.workers] == [2, 4, 0]
+    assert status.checkpoint_age == 7
+    assert not status.over
+
+
+def test_a_launcher_that_was_killed(directory, clock):
+    launch(directory, "running", "finished", "running")
+    log(directory, 0, (3, 1, {"loss": 1.0}))
+    clock.now = 1000
+    shared = center(directory, ElasticAverage(period=10, workers=3))
+    with Worker(MODEL, ElasticAverage(period=10, workers=3), shared, rank=2):
+        status = read_status(directory)
+        assert [w.state for w in status.workers] == ["left", "finished", "running"]
+        assert (status.over, status.elapsed) == (False, 1000)
+    status = read_status(directory)
+    assert (status.over, status.elapsed) == (True, 3)
+
+
+def test_the_end(directory, clock):
+    launch(directory, "finished", ended=START + 60)
+    clock.now = 5000
+    status = read_status(directory)
+    assert (status.over, status.elapsed) == (True, 60)
+
+
+def test_the_checkpoints_age_without_a_launcher(directory, clock):
+    shared = center(directory)
+    shared.save()
+    os.utime(directory / "center" / "checkpoint.safetensors", (START + 3, START + 3))
+    clock.now = 10
+    assert read_status(directory).checkpoint_age == 7
+    shared.close()
+
+
+@pytest.mark.parametrize("rule", [ElasticAverage, ModelAverage, AGN])
+def test_after_the_centers_memory_is_gone(directory, reader, rule):
+    shared = center(directory, rule(period=10, workers=2))
+    for rank in (0, 1):
+        count(shared, rank, steps=35, exchanges=4, seconds=0.8)
+    if rule is ModelAverage:
+        shared.memory.head[0] = 4  # rounds
+    before = reader.read()
+    shared.retire()
+    after, fresh = reader.read(), read_status(directory)
+    assert after.workers[0].milliseconds == before.workers[0].milliseconds == 200
+    assert fresh.workers[0].milliseconds is None
+    for status in (before, after, fresh):
+        assert [(w.step, w.exchanges) for w in status.workers] == [(35, 4), (35, 4)]
+        assert status.version == (4 if rule is ModelAverage else 8)
+        assert status.bytes_exchanged == 2 * NBYTES * 8
+        assert status.settings["workers"] == 2
+        assert status.over
+
+
+def test_a_center_that_went_on_from_its_checkpoint(directory, reader):
+    shared = center(directory)
+    count(shared, 0, steps=50, exchanges=5, seconds=0.1)
+    reader.read()
+    shared.retire()
+    reader.read()
+    shared = center(directory)
+    status = reader.read()
+    assert (status.workers[0].step, status.workers[0].exchanges, status.version) == (50, 5, 5)
+    count(shared, 0, steps=70, exchanges=2, seconds=0.1)
+    status = reader.read()
+    assert (status.workers[0].step, status.workers[0].exchanges, status.version) == (70, 7, 7)
+    assert status.bytes_exchanged == 2 * NBYTES * 7
+    shared.close()
+
+
+def test_the_memory_was_lost_without_a_checkpoint(directory, reader):
+    shared = center(directory)
+    count(shared, 0, steps=50, exchanges=5, seconds=0.1)
+    assert reader.read().version == 5
+    shared._path.unlink()
+    assert reader.read().version == 5
+    status = read_status(directory)
+    assert (status.version, status.settings["period"]) == (None, 10)
+    shared.close()
+
+
+def test_the_total_that_a_script_told(directory, clock):
+    launch(directory, "running")
+    total = directory / "total"
+    total.write_text("400\n")
+    assert read_status(directory).total == 400
+    os.utime(total, (START - 1, START - 1))  # of an earlier start in the directory
+    assert read_status(directory).total is None
+    total.write_text("")
+    assert read_status(directory).total is None
+
+
+def tell_members(pipe, place):
+    with SharedCenter.open(place) as center:
+        pipe.send(center.members())
+
+
+def test_watching_leaves_the_locks_of_this_process_alone(directory, start):
+    # Closing any descriptor of a lock file drops all record locks of the process.
+    rule = ElasticAverage(period=10, workers=2)
+    with Worker(MODEL, rule, directory / "center", rank=1), launcher_alive(directory):
+        launch(directory, "running", "running")
+        assert not read_status(directory).over
+        _, pipe = start(tell_members, directory / "center")
+        assert pipe.recv() == [1]
+        assert not read_status(directory).over
