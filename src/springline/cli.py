@@ -1,0 +1,153 @@
+"""The command line: `springline run`, `top`, `plot`, `export`."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from springline.center import CenterError
+from springline.launch.directory import LaunchError, find_run, is_at_work
+from springline.launch.keeper import export as export_center
+from springline.launch.launcher import Launcher
+
+app = typer.Typer(
+    name="springline",
+    help="Train one model on many loosely coupled workers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")]
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="What every worker runs.")],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="ARGS", help="The script's own.", show_default=False),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(help="How many; by default one per core and at least two.", metavar="N"),
+    ] = None,
+    directory: Annotated[
+        Path | None,
+        typer.Option("--run", metavar="DIR", help="A run to go on with, or a place for a new one."),
+    ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(metavar="K", help="How many times a worker that dies is restarted.")
+    ] = 3,
+    no_live: Annotated[bool, typer.Option("--no-live", help="Lines, no live screen.")] = False,
+) -> None:
+    """Start SCRIPT on many workers, watch them, and keep the center."""
+    from springline.monitor.plot import draw
+    from springline.monitor.screen import Screen
+    from springline.monitor.words import many
+
+    console, arguments = Console(), arguments or []
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    with _clear_errors():
+        launcher = Launcher(
+            script,
+            arguments,
+            workers=workers,
+            directory=directory,
+            max_restarts=max_restarts,
+            say=say,
+        )
+    place = _short(launcher.directory)
+    start = "Going on with the run in" if launcher.continues else "A new run in"
+    say(f"{start} {place}: {script} on {many(launcher.workers, 'worker')}.")
+    with Screen(launcher.directory, console, live=console.is_terminal and not no_live) as screen:
+        status = launcher.run(screen.refresh)
+    failed = launcher.failed
+    if failed:
+        say(f"The last lines of worker {failed.entry.rank} ({_short(failed.log)}):")
+        for line in failed.last_lines():
+            say(f"  {line}")
+    if launcher.center is None:
+        say(f"No center was made: does {script} use springline? Its output is in {place}/logs.")
+        raise typer.Exit(status)
+    plot = draw(launcher.directory)
+    words = f"The center is in {_short(launcher.center)}, the metrics in {place}/metrics"
+    words += f", the plot in {_short(plot)}." if plot else "."
+    if status:
+        again = ["springline", "run", "--run", str(place), str(script), *arguments]
+        words += f" Go on with: {shlex.join(again)}"
+    say(words)
+    raise typer.Exit(status)
+
+
+@app.command()
+def top(
+    directory: RunArgument,
+    once: Annotated[bool, typer.Option("--once", help="One picture, then the end.")] = False,
+) -> None:
+    """Watch a run from outside, until it ends or Ctrl-C."""
+    from springline.monitor.screen import Screen
+
+    console = Console()
+    with _clear_errors():
+        find_run(directory)
+        with (
+            contextlib.suppress(KeyboardInterrupt),
+            Screen(directory, console, live=once or console.is_terminal) as screen,
+        ):
+            while not once and is_at_work(directory):
+                screen.refresh()
+                time.sleep(0.1)
+
+
+@app.command()
+def plot(directory: RunArgument) -> None:
+    """Draw a run: loss and accuracy against time and against bytes exchanged."""
+    from springline.monitor.plot import draw
+
+    with _clear_errors():
+        path = draw(find_run(directory))
+    if path is None:
+        raise typer.Exit(1)
+    typer.echo(f"The plot is in {path}.")
+
+
+@app.command()
+def export(
+    directory: RunArgument,
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="The file to write.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+) -> None:
+    """Write a run's center as safetensors, under the model's own names."""
+    with _clear_errors():
+        source = export_center(find_run(directory), path, force)
+    typer.echo(f"The center ({source}) is in {path}.")
+
+
+@contextlib.contextmanager
+def _clear_errors() -> Iterator[None]:
+    """Turn what we know how to say into one sentence and an exit status."""
+    try:
+        yield
+    except (LaunchError, CenterError) as error:
+        typer.echo(f"springline: {error}", err=True)
+        raise typer.Exit(2 if isinstance(error, LaunchError) else 1) from error
+
+
+def _short(path: Path) -> Path:
+    with contextlib.suppress(ValueError):
+        return path.relative_to(Path.cwd())
+    return path
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,146 @@
+"""A run's directory: made or found again, and held by one launcher at a time.
+
+RUN/lock    held by the launcher for as long as it lives
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from springline.center import CenterError, SharedCenter
+from springline.center.checkpoint import describe, newest
+from springline.center.locks import RecordLocks
+from springline.center.shared import CHECKPOINT_NAME
+from springline.launch.state import NAME as STATE_NAME
+
+CENTER, LOCK = "center", "lock"
+_OURS = {CENTER, LOCK, STATE_NAME, "metrics"}
+_LEAVING = 10.0  # seconds that workers of a launcher that was killed may take to be gone
+
+
+class LaunchError(RuntimeError):
+    """A run cannot start, or a directory is none; the sentence says what to do."""
+
+
+class RunDirectory:
+    """A run's directory, held by this process.
+
+    The lock is a record lock: it goes when this process does, and no worker inherits it.
+
+    Args:
+        path: new, empty or a run's own; None for a new one in `runs/`.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        try:
+            self.path = _new() if path is None else _given(path)
+            self.continues = (self.path / STATE_NAME).exists() or (self.path / CENTER).exists()
+            self._lock = RecordLocks.of(self.path / LOCK)
+        except OSError as error:
+            raise LaunchError(
+                f"Cannot use {path or 'runs/'} for a run: {error.strerror}. "
+                "Give a directory that you may write to with `--run`."
+            ) from error
+        if not self._lock.take(0):
+            self._lock.close()
+            raise LaunchError(
+                f"A run is going on in {self.path}. Watch it with `springline top {self.path}`, "
+                "wait for its end, or start in another directory."
+            )
+        try:
+            self._wait_for_the_last_workers()
+            (self.path / "stop").unlink(missing_ok=True)  # of an earlier stop
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Let another launcher have the directory."""
+        self._lock.release(0)
+        self._lock.close()
+
+    def configured_workers(self) -> int | None:
+        """Return how many workers the run's center is for; None while there is no center."""
+        place = self.path / CENTER
+        try:
+            with SharedCenter.open(place) as center:
+                return int(center.settings["workers"])
+        except CenterError:
+            saved = newest(place / CHECKPOINT_NAME)
+            return int(describe(saved).settings["workers"]) if saved else None
+
+    def _wait_for_the_last_workers(self) -> None:
+        deadline = time.monotonic() + _LEAVING
+        while members := _members(self.path / CENTER):
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"Workers without a launcher are at work in {self.path}: ranks {members}. "
+                    "End them first."
+                )
+            time.sleep(0.05)
+
+
+def find_run(path: Path) -> Path:
+    """Return the path if it is a run's directory; refuse it otherwise."""
+    if not path.is_dir():
+        raise LaunchError(f"There is no run in {path}: no such directory.")
+    if not any((path / name).exists() for name in _OURS):
+        raise LaunchError(f"{path} is not a run's directory. `springline run` makes them.")
+    return path
+
+
+def is_held(path: Path) -> bool:
+    """Whether a launcher is at work in a run's directory."""
+    if not (path / LOCK).exists():
+        return False
+    locks = RecordLocks.of(path / LOCK)
+    try:
+        return locks.held(0)
+    finally:
+        locks.close()
+
+
+def is_at_work(path: Path) -> bool:
+    """Whether a launcher, or a worker that was started without one, is at work in a directory."""
+    return is_held(path) or bool(_members(path / CENTER))
+
+
+def _new() -> Path:
+    parent = Path("runs").absolute()
+    parent.mkdir(exist_ok=True)
+    name = time.strftime("%Y-%m-%d-%H%M%S")
+    for n in range(1, 1000):
+        path = parent / (name if n == 1 else f"{name}-{n}")
+        try:
+            path.mkdir(mode=0o700)
+        except FileExistsError:  # another run began in the same second
+            continue
+        return path
+    raise LaunchError(f"Cannot find a free name in {parent}. Give a directory with `--run`.")
+
+
+def _given(path: Path) -> Path:
+    path = path.absolute()
+    if path.exists() and not path.is_dir():
+        raise LaunchError(f"`--run` must be a directory. Received: {path}, which is a file.")
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.stat().st_uid != os.getuid():
+        raise LaunchError(f"{path} belongs to another user (id {path.stat().st_uid}).")
+    names = {child.name for child in path.iterdir()}
+    if names and not names & _OURS:
+        raise LaunchError(
+            f"{path} is not a run's directory: it holds {min(names)!r}. "
+            "Give a new or an empty one, or that of a run."
+        )
+    path.chmod(0o700)
+    return path
+
+
+def _members(place: Path) -> list[int]:
+    try:
+        with SharedCenter.open(place) as center:
+            return center.members()
+    except CenterError:
+        return []

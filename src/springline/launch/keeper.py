@@ -1,0 +1,145 @@
+"""Keeps a run's center: checkpoints while it runs, a file of the model's own names at the end.
+
+RUN/center/               the center and its checkpoints
+RUN/center.safetensors    the center at the end of the run
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from springline.center import CenterError, SharedCenter
+from springline.center.checkpoint import newest, write_tensors
+from springline.center.shared import CHECKPOINT_NAME
+from springline.launch.directory import CENTER, LaunchError
+
+FINAL = "center.safetensors"
+
+
+class Keeper:
+    """Saves the center every so often, in a thread of its own.
+
+    A worker that is stopped in the middle of an exchange keeps its shard's lock for as long, and
+    a checkpoint waits for that lock: whoever watches the workers must not wait with it.
+
+    Args:
+        directory: the run's.
+        every: seconds from one checkpoint to the next.
+        say: told of a checkpoint that failed.
+    """
+
+    def __init__(self, directory: Path, every: float, say: Callable[[str], None]) -> None:
+        self._directory = directory
+        self.saved = _modified(self._checkpoint)  # when, in seconds since the epoch
+        self._every = every
+        self._say = say
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="keeper", daemon=True)
+
+    def start(self) -> None:
+        """Begin to save."""
+        self._thread.start()
+
+    def finish(self) -> Path | None:
+        """Write `RUN/center.safetensors` and free the center's memory, when all workers are gone.
+
+        Returns:
+            Where the center is now; None if there was none.
+
+        Raises:
+            CenterError: it could not be written. It is still in memory then.
+        """
+        self._stop.set()
+        self._thread.join()
+        final = self._directory / FINAL
+        center = self._open()
+        if center is None:  # no worker has come so far in this run; one before it may have
+            return final if final.exists() else newest(self._checkpoint)
+        with center:
+            write_tensors(final, center.values())
+            center.retire()
+        self.saved = time.time()
+        return final
+
+    @property
+    def _checkpoint(self) -> Path:
+        return self._directory / CENTER / CHECKPOINT_NAME
+
+    def _open(self) -> SharedCenter | None:
+        try:
+            return SharedCenter.open(self._directory / CENTER)
+        except (CenterError, OSError):  # not made yet, or freed this very moment
+            return None
+
+    def _keep(self) -> None:
+        failed = False
+        while not self._stop.wait(self._every):
+            center = self._open()
+            if center is None:
+                continue
+            try:
+                with center:
+                    center.save()
+                self.saved, failed = time.time(), False
+            except (CenterError, OSError) as error:
+                if not failed:  # once, not every 30 seconds
+                    self._say(f"No checkpoint: {error}")
+                failed = True
+
+
+def export(directory: Path, path: Path, force: bool = False) -> str:
+    """Write a run's center to a file of its own, under the model's own names.
+
+    From memory while it is there, else from the newest checkpoint, else from the file that the
+    run left at its end.
+
+    Args:
+        directory: the run's.
+        path: the file to write.
+        force: whether to replace a file that is there.
+
+    Returns:
+        Where the center was taken from.
+    """
+    if path.is_dir():
+        raise LaunchError(f"{path} is a directory. Give the name of a file.")
+    if path.exists() and not force:
+        raise LaunchError(f"{path} is there already. Give another name, or `--force`.")
+    if not path.absolute().parent.is_dir():
+        raise LaunchError(f"There is no directory {path.absolute().parent} to write to.")
+    tensors, source = _find_center(directory)
+    write_tensors(path, tensors)
+    return source
+
+
+def _find_center(directory: Path) -> tuple[Mapping[str, NDArray[Any]], str]:
+    try:
+        with SharedCenter.open(directory / CENTER) as center:
+            return center.values(), f"version {center.version}, from memory"
+    except CenterError:
+        saved = newest(directory / CENTER / CHECKPOINT_NAME)
+    if saved is not None:
+        return _read(saved, "center/"), f"from {saved}"
+    if (directory / FINAL).exists():
+        return _read(directory / FINAL, ""), f"from {directory / FINAL}"
+    raise LaunchError(f"The run in {directory} has no center yet: no worker has made one.")
+
+
+def _modified(path: Path) -> float | None:
+    return path.stat().st_mtime if path.exists() else None
+
+
+def _read(path: Path, prefix: str) -> dict[str, NDArray[Any]]:
+    try:
+        with safe_open(path, framework="np") as file:
+            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
+            return {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+    except (OSError, SafetensorError) as error:
+        raise LaunchError(f"{path} cannot be read ({error}).") from error

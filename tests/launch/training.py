@@ -1,0 +1,39 @@
+"""A worker's script for the tests of the launcher: `training.py RULE STEPS PAUSE`.
+
+Each step adds 1 to the parameters. With a gradient of −1 AGN's outer optimizer does the same.
+"""
+
+import sys
+import time
+
+import numpy as np
+
+import springline
+from springline.launch.run import Run
+from springline.rules import SGD
+
+
+def main(rule, total, pause):
+    run = Run.from_environment()
+    rules = {
+        "elastic": lambda: springline.ElasticAverage(period=2, workers=run.workers),
+        "average": lambda: springline.ModelAverage(period=2, workers=run.workers),
+        "agn": lambda: springline.AGN(period=2, workers=run.workers, optimizer=SGD(1.0)),
+    }
+    parameters = {"w": np.zeros(100, np.float32)}
+    with springline.Worker(
+        parameters, rules[rule](), center=run.center_directory, rank=run.rank
+    ) as worker:
+        try:
+            for step in springline.steps(total):
+                worker.observe({"w": np.full(100, -1, np.float32)})
+                worker.parameters["w"] += 1
+                worker.step()
+                run.log(step + 1, {"loss": 1 / (step + 1)})
+                time.sleep(pause)
+        finally:
+            print(f"rank {run.rank} is at its end", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
