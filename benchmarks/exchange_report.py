@@ -1,0 +1,245 @@
+"""What the exchange benchmark says: a table, the targets and a page."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from exchange_worker import RULES, Case, Times
+from rich.table import Table
+
+TARGETS = {"elastic": 2.5, "averaging": 4.0, "AGN, SGD": 4.0}  # memcpys
+TARGET_SIZE = 25_000_000
+COUNTERS = 64 * 1024  # bytes that a center may have for its counters and for alignment
+SMALL = 64 * 1024  # bytes: Python's own objects, and no array of a block
+COLUMNS = (
+    "model (tensors)",
+    "rule",
+    "lock",
+    "workers",
+    "ms",
+    "÷ memcpy alone",
+    "its quartiles",
+    "÷ memcpy by all",
+    "center, models",
+    "n",
+)
+
+
+class Quartiles(NamedTuple):
+    """The median and what is around it."""
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Quartiles:
+        """Take the quartiles of some values."""
+        return cls(*(float(q) for q in np.percentile(list(values), (25, 50, 75))))
+
+    def __str__(self) -> str:
+        return _short(self.median)
+
+    @property
+    def spread(self) -> str:
+        """The quartiles around the median."""
+        return f"{_short(self.low)} to {_short(self.high)}"
+
+
+_NOTHING = Quartiles(0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Row:
+    """The result of a case, over all its workers, or a note why there is none."""
+
+    case: Case
+    note: str = ""
+    exchange: Quartiles = _NOTHING  # ms
+    memcpy: Quartiles = _NOTHING  # ms, alone
+    alone: Quartiles = _NOTHING  # exchange ÷ memcpy alone
+    together: Quartiles | None = None  # exchange ÷ memcpy by all workers at once
+    center_nbytes: int = 0
+    allocated: int = 0
+    step: float = 0.0
+
+    @classmethod
+    def of(cls, case: Case, times: Sequence[Times], center_nbytes: int) -> Row:
+        """Divide every exchange by the median memcpy of its own block."""
+        alone, together, exchange, milliseconds = [], [], [], []
+        for b in range(case.blocks):
+            block = [second for t in times for second in t.exchange[b]]
+            milliseconds += [1e3 * second for second in block]
+            exchange += [second / float(np.median(times[0].alone[b])) for second in block]
+            alone += [1e3 * second for second in times[0].alone[b]]
+            if case.workers > 1:
+                by_all = float(np.median([second for t in times for second in t.together[b]]))
+                together += [second / by_all for second in block]
+        return cls(
+            case,
+            exchange=Quartiles.of(milliseconds),
+            memcpy=Quartiles.of(alone),
+            alone=Quartiles.of(exchange),
+            together=Quartiles.of(together) if together else None,
+            center_nbytes=center_nbytes,
+            allocated=max(t.allocated for t in times),
+            step=max(t.step for t in times),
+        )
+
+    def cells(self) -> list[str]:
+        """Return what stands under `COLUMNS`."""
+        case = self.case
+        size = f"{case.parameters / 1e6:g} M" + f" ({case.tensors})" * (case.tensors > 1)
+        head = [size, case.rule, "yes" if case.locked else "no", str(case.workers)]
+        if self.note:
+            return [*head, "skipped", *[""] * 5]
+        return [
+            *head,
+            str(self.exchange),
+            str(self.alone),
+            self.alone.spread,
+            str(self.together or self.alone),
+            f"{self.center_nbytes / case.nbytes:.2f}",
+            str(case.blocks * case.each * case.workers),
+        ]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One target and what was measured."""
+
+    what: str
+    target: str
+    measured: str
+    met: bool | None  # None: not measured in this run
+
+    @property
+    def mark(self) -> str:
+        """A sign that is read at a glance."""
+        return {True: "✓", False: "✗", None: "?"}[self.met]
+
+
+def checks(rows: Sequence[Row]) -> Iterator[Check]:
+    """Compare with every target that the rows can tell about."""
+    done = [row for row in rows if not row.note]
+    for rule, memcpys in TARGETS.items():
+        for locked in (True, False):
+            what = f"{rule}, {'locked' if locked else 'not locked'}, 25 M, one worker"
+            target = f"at most {memcpys} memcpys"
+            for row in done:
+                if row.case.tensors == 1 and (
+                    (row.case.rule, row.case.locked, row.case.workers, row.case.parameters)
+                    == (rule, locked, 1, TARGET_SIZE)
+                ):
+                    met = row.alone.median <= memcpys
+                    yield Check(what, target, f"{row.alone} ({row.alone.spread})", met)
+                    break
+            else:
+                yield Check(what, target, "not in this run", None)
+    step = max(row.step for row in done if row.case.workers == 1)
+    yield Check("a step that is not due", "under 2 µs", f"{1e6 * step:.2f} µs", step < 2e-6)
+    most = max(row.allocated for row in done)
+    yield Check(
+        "allocated in an exchange after the first",
+        "no array: under 64 kB of Python's objects",
+        f"{most / 1000:.1f} kB at most",
+        most < SMALL,
+    )
+    for rule in RULES:
+        cases = [row for row in done if row.case.rule == rule]
+        over = max(row.center_nbytes - row.case.center_nbytes for row in cases)
+        slots = " and one per worker" if RULES[rule](1).synchronous else ""
+        yield Check(
+            f"memory of a center, {rule}",
+            f"the model{slots}, nothing more",
+            f"{over / 1000:.1f} kB more (counters)",
+            over < COUNTERS,
+        )
+
+
+def adam_check(parameters: int, nbytes: int) -> Check:
+    """Compare a center of AGN with Adam, whose outer state is two more models."""
+    over = nbytes - 3 * 4 * parameters
+    return Check(
+        "memory of a center, AGN with Adam",
+        "the model and Adam's two moments, nothing more",
+        f"{over / 1000:.1f} kB more (counters)",
+        over < COUNTERS,
+    )
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """Return the table for a terminal."""
+    out = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in COLUMNS:
+        out.add_column(name.replace(" ", "\n"), no_wrap=True)
+    for before, row in zip([None, *rows], rows, strict=False):
+        if before and _group(before.case) != _group(row.case):
+            out.add_row()
+        out.add_row(*row.cells())
+    return out
+
+
+def page(rows: Sequence[Row], found: Sequence[Check], command: str) -> str:
+    """Return the page for the docs."""
+    done = [row for row in rows if not row.note]
+    size = TARGET_SIZE if any(r.case.parameters == TARGET_SIZE for r in done) else 0
+    size = size or max(r.case.parameters for r in done)
+    speed = np.median([r.case.nbytes / r.memcpy.median / 1e6 for r in done if _flat(r, size)])
+    cores = len(os.sched_getaffinity(0))
+    facts = (
+        f"Measured with {cores} cores, one memcpy of {4 * size / 1e6:g} MB at {speed:.1f} GB/s, "
+        f"numpy {np.__version__}, Python {platform.python_version()}, one BLAS thread per worker."
+    )
+    return "\n".join(
+        [
+            "# What an exchange costs",
+            "",
+            f"Made by `{command}`. {facts}",
+            "",
+            "![Exchange in memcpys by number of workers](exchange.png)",
+            "",
+            _READING,
+            "",
+            *_markdown(
+                ("", "what", "target", "measured"),
+                ([c.mark, c.what, c.target, c.measured] for c in found),
+            ),
+            "",
+            *_markdown(COLUMNS, (row.cells() for row in rows)),
+            "",
+            *(f"Skipped: {row.case.what}: {row.note}.\n" for row in rows if row.note),
+        ]
+    )
+
+
+_READING = """\
+An exchange is timed in the worker, waiting for locks and for the others of a round included, and
+divided by a memcpy of the model's bytes between two private buffers, made in the same process just
+before: *alone* while the other workers were idle, *by all* while every worker made one (the same
+thing for one worker).
+With more workers than cores they also wait for their turn on a core: the second ratio takes that
+out, the first does not.
+Figures are medians (quartiles) over the exchanges of all workers, *n* of them."""
+
+
+def _flat(row: Row, size: int) -> bool:
+    return row.case.tensors == 1 and row.case.parameters == size
+
+
+def _group(case: Case) -> tuple[int, int, str]:
+    return case.parameters, case.tensors, case.rule
+
+
+def _short(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def _markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    for cells in (columns, ["---"] * len(columns), *rows):
+        yield f"| {' | '.join(cells)} |"

@@ -1,0 +1,94 @@
+"""Fixtures that several suites share: places for centers, real processes, threads."""
+
+import contextlib
+import multiprocessing
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+for library in ("OPENBLAS", "OMP"):  # before numpy is imported, here and in every process we start
+    os.environ.setdefault(f"{library}_NUM_THREADS", "1")
+
+import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+from springline.center import shared  # noqa: E402
+
+settings.register_profile("springline", deadline=None)  # a busy machine is no error
+settings.load_profile("springline")
+
+
+def memories_below(path):
+    """The memories in the tmpfs of centers whose directory is `path` or below it."""
+    found = []
+    for home in shared.TMPFS.glob("springline-*"):
+        with contextlib.suppress(OSError):  # other runs come and go
+            owner = Path((home / "run").read_text())
+            if path == owner or path in owner.parents:
+                found.append(home)
+    return found
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """Where a shared center may be made. The memory of all centers below `tmp_path` is freed."""
+    yield tmp_path / "run"
+    for home in memories_below(tmp_path):
+        shutil.rmtree(home)
+
+
+@pytest.fixture
+def memories():
+    return memories_below
+
+
+@pytest.fixture
+def tmpfs(tmp_path, monkeypatch):
+    """A tmpfs of our own, as far as this process can tell."""
+    place = tmp_path / "shm"
+    place.mkdir()
+    monkeypatch.setattr(shared, "TMPFS", place)
+    return place
+
+
+@pytest.fixture
+def start():
+    """`start(function, *args)` runs `function(pipe, *args)` in a new interpreter.
+
+    It returns the process and our end of the pipe. Whatever still runs afterwards is killed.
+    """
+    context = multiprocessing.get_context("spawn")
+    started = []
+
+    def start(function, *args):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=function, args=(theirs, *args), daemon=True)
+        process.start()
+        theirs.close()
+        started.append((process, ours))
+        return process, ours
+
+    yield start
+    for process, pipe in started:
+        process.kill()
+        process.join()
+        pipe.close()
+
+
+@pytest.fixture
+def together():
+    """`together(*calls)` makes the calls at once, in threads, and returns their results."""
+
+    def together(*calls):
+        with ThreadPoolExecutor(len(calls)) as pool:
+            return [future.result() for future in [pool.submit(call) for call in calls]]
+
+    return together
+
+
+@pytest.fixture
+def background():
+    """`background(call)` makes a call in a thread of its own and returns its future."""
+    with ThreadPoolExecutor(8) as pool:
+        yield pool.submit

@@ -1,0 +1,141 @@
+"""The kinds of center that the contract is tested on. A new kind is a class and a row of KINDS.
+
+A test names what it needs (`on`, `each`) and runs on every kind that declares it.
+"""
+
+import time
+
+import numpy as np
+import pytest
+
+from springline import AGN, ElasticAverage, LocalCenter, ModelAverage, SharedCenter, Worker
+from springline.center import Layout
+from springline.center.plan import CLOSED, CONTRIBUTED
+from springline.rules import SGD, Adagrad, Adam, Momentum
+
+RULES = {
+    "elastic": lambda **k: ElasticAverage(**({"moving_rate": 0.25} | k)),
+    "average": ModelAverage,
+    "agn-sgd": lambda **k: AGN(optimizer=SGD(0.5), **k),
+    "agn-momentum": lambda **k: AGN(optimizer=Momentum(0.5), **k),
+    "agn-adagrad": lambda **k: AGN(optimizer=Adagrad(0.5), **k),
+    "agn-adam": lambda **k: AGN(optimizer=Adam(0.5), **k),
+}
+SYNCHRONOUS = {"average"}
+
+
+class Place:
+    """Where one center is: the first `make` makes it, every later one joins it."""
+
+    center: type
+
+    def __init__(self, path):
+        self.path = path
+        self.opened = []
+
+    def make(self, layout, rule, values, use_locking=True, restore=None):
+        raise NotImplementedError
+
+    @staticmethod
+    def open(path):
+        """For kinds with `by_path`: open the center from any process."""
+        raise NotImplementedError
+
+    def waits(self, rank):
+        """Whether this rank has contributed to a round that is still open."""
+        raise NotImplementedError
+
+    def worker(self, parameters, rule, rank=0, *, buffers=None, **options):
+        """A worker as a front end makes it; it waits for nobody before its first step."""
+        making = {k: options.pop(k) for k in ("use_locking", "restore") if k in options}
+        values = {**parameters, **(buffers or {})}
+        center = self.make(Layout.of(parameters, buffers), rule, values, **making)
+        options = {"synchronous": False, "timeout": 30} | options
+        return Worker(parameters, rule, center, rank, buffers=buffers, **options)
+
+    def workers(self, parameters, rule, **options):
+        """All workers that the rule is configured for."""
+        return [self.worker(parameters, rule, rank, **options) for rank in range(rule.workers)]
+
+    def other(self):
+        """Another place of the same kind."""
+        place = type(self)(self.path.with_name(f"{self.path.name}-other"))
+        place.opened = self.opened
+        return place
+
+
+class InMemory(Place):
+    """Centers in memory that this process can look at."""
+
+    def waits(self, rank):
+        memory = self.opened[-1].memory
+        return memory.ranks[rank, CONTRIBUTED] == memory.head[CLOSED] + 1
+
+
+class Local(InMemory):
+    center = LocalCenter
+
+    def __init__(self, path):
+        super().__init__(path)
+        self.made = None
+
+    def make(self, layout, rule, values, use_locking=True, restore=None):
+        if self.made is None:
+            self.made = LocalCenter(layout, rule, values, use_locking=use_locking, restore=restore)
+            self.opened.append(self.made)
+        return self.made
+
+
+class Shared(InMemory):
+    center = SharedCenter
+
+    def make(self, layout, rule, values, use_locking=True, restore=None):
+        options = {"use_locking": use_locking, "restore": restore}
+        self.opened.append(SharedCenter.create_or_join(self.path, layout, rule, values, **options))
+        return self.opened[-1]
+
+    @staticmethod
+    def open(path):
+        return SharedCenter.open(path)
+
+
+KINDS = {"local": Local, "shared": Shared}
+
+
+def on(*declared):
+    """Run a test on every kind that declares all of these."""
+    kinds = [k for k, place in KINDS.items() if all(getattr(place.center, d) for d in declared)]
+    return pytest.mark.parametrize("place", kinds, indirect=True)
+
+
+def each(*names):
+    """Run a test on every kind with each of these rules (all without any) that it takes."""
+    cases = [
+        (kind, name)
+        for kind, place in KINDS.items()
+        for name in names or RULES
+        if (place.center.synchronous if name in SYNCHRONOUS else place.center.asynchronous)
+    ]
+    return pytest.mark.parametrize(("place", "name"), cases, indirect=["place"])
+
+
+def model(**values):
+    """Small float32 parameters."""
+    return {name: np.array(value, np.float32) for name, value in values.items()}
+
+
+def exchange_all(workers, together):
+    """One exchange of every worker: at once for a synchronous rule, else in turn."""
+    if workers[0].rule.synchronous:
+        together(*[worker.exchange for worker in workers])
+    else:
+        for worker in workers:
+            worker.exchange()
+
+
+def wait_for(condition, seconds=20):
+    """Poll a condition that will come true."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.001)

@@ -1,0 +1,102 @@
+"""AGN's outer optimizer lives in the center: whole parameters, own rates, skipped ones."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from centers import model, on
+from safetensors.numpy import load_file
+
+from springline import AGN
+from springline.rules import SGD, Adam
+from springline.rules.reference import Twin
+
+
+@on("asynchronous")
+def test_a_parameter_without_gradient_is_skipped_but_adopted(place, tmp_path):
+    rule = AGN(workers=2, period=1, optimizer=Adam(0.1))
+    one, two = place.workers(model(v=[1, 2], w=[[3, 4]]), rule)
+    path = tmp_path / "center.safetensors"
+
+    def exchange(worker, **gradients):
+        worker.observe(model(**gradients))
+        worker.exchange()
+        worker.center.save(path)
+        return load_file(path)
+
+    before = exchange(one, v=[1, 1], w=[[1, 1]])
+    two.parameters["w"][:] = 9
+    after = exchange(two, v=[1, 1])
+    moved = {name for name in after if not np.array_equal(before[name], after[name])}
+    assert moved == {"center/v", "outer/m/v", "outer/v/v", "outer/t/v"}
+    assert (after["outer/t/v"], after["outer/t/w"]) == (2, 1)
+    np.testing.assert_array_equal(two.parameters["w"], after["center/w"])
+
+
+@on("asynchronous")
+def test_a_gradient_seen_in_some_steps_is_divided_by_all(place):
+    worker = place.worker(model(v=[0], w=[0]), AGN(period=2, optimizer=SGD(1.0)))
+    worker.observe(model(v=[4], w=[4]))
+    worker.step()
+    worker.observe(model(v=[4]))
+    worker.step()
+    assert {k: float(c[0]) for k, c in worker.center.values().items()} == {"v": -4, "w": -2}
+
+
+@on("asynchronous")
+def test_learning_rates_travel_with_the_message(place):
+    rule = AGN(workers=2, period=1, optimizer=SGD(1.0))
+    one, two = place.workers(model(v=[0], w=[0]), rule)
+    one.set_learning_rate({"v": 0.5, "w": 0.25})
+    for worker, expected in ((one, (-0.5, -0.25)), (two, (-1.5, -1.25))):
+        worker.observe(model(v=[1], w=[1]))
+        worker.step()
+        assert tuple(float(c[0]) for c in worker.center.values().values()) == expected
+    one.set_learning_rate(0)
+    one.observe(model(v=[1], w=[1]))
+    one.step()
+    assert float(one.parameters["v"][0]) == -1.5
+
+
+@dataclass(frozen=True)
+class Normalised:
+    """`c ← c − ηg/‖g‖` over the whole parameter, and a sum of `g` per row."""
+
+    learning_rate: float = 1.0
+    elementwise: ClassVar[bool] = False
+
+    def settings(self):
+        return {"kind": "normalised"}
+
+    def state(self, name, shape):
+        return {"rows": (shape[:1], 0.0)}
+
+    def advance(self, state):
+        """It counts nothing."""
+
+    def step(self, name, c, g, state, rate, work):
+        state["rows"] += g.sum(axis=1)
+        np.multiply(g, rate / np.linalg.norm(g), out=work)
+        np.subtract(c, work, out=c)
+
+
+@on("asynchronous")
+def test_an_outer_optimizer_gets_whole_parameters_in_their_own_shape(place, tmp_path):
+    rng = np.random.default_rng(0)
+    shapes = {"large": (300, 400), "small": (2, 3), "double": (400, 300)}  # large: several blocks
+    values = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+    values = {n: v if n == "double" else v.astype(np.float32) for n, v in values.items()}
+    gradients = [{n: v * (k + 1) + k for n, v in values.items()} for k in range(4)]
+    rule = AGN(workers=2, period=1, optimizer=Normalised())
+    twin = Twin(rule, values, SGD(0.1), lambda rank, step, x: gradients[2 * step + rank])
+    workers = place.workers(values, rule)
+    for k, (rank,) in enumerate(twin.run([0, 1, 0, 1])):
+        workers[rank].observe(gradients[k])
+        workers[rank].step()
+        for name, c in workers[rank].center.values().items():
+            np.testing.assert_allclose(c, twin.c[name], rtol=0, atol=1e-6)
+    path = tmp_path / "center.safetensors"
+    workers[0].center.save(path)
+    for name in values:
+        rows = twin.outer.state[name]["rows"]
+        np.testing.assert_allclose(load_file(path)[f"outer/rows/{name}"], rows, rtol=1e-5)

@@ -1,0 +1,132 @@
+"""`use_locking`, both ways, by force and not by luck; and one exchange of a worker at a time."""
+
+import multiprocessing
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from centers import KINDS, model, on
+
+from springline import AGN, Worker
+from springline.center import Layout
+from springline.rules import SGD, Rule
+
+START = model(v=[0, 0, 0, 0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting(Rule):
+    """`c ← c + x`; between reading `c` and writing it, the worker tries to meet the other."""
+
+    meet: Callable[[], object]
+    met: list = field(default_factory=list)
+    name: ClassVar[str] = "meeting"
+
+    def contribute(self, local, c, gradients):
+        return local.x
+
+    def merge(self, center, messages, rate):
+        read = center.c.copy()
+        try:
+            self.meet()
+            self.met.append(True)
+        except threading.BrokenBarrierError:
+            self.met.append(False)
+        np.add(read, messages[0], out=center.c)
+
+    def adopt(self, local, message, c):
+        """Keep `x`."""
+
+
+def seconds(use_locking):
+    """How long to wait for the other: without a lock it comes, with one it cannot."""
+    return 0.3 if use_locking else 30
+
+
+@pytest.mark.parametrize("use_locking", [True, False])
+@on("asynchronous")
+def test_threads_lose_updates_only_without_locks(place, use_locking, together):
+    barrier = threading.Barrier(2, timeout=seconds(use_locking))
+    rule = Meeting(workers=2, meet=barrier.wait)
+    workers = place.workers(START, rule, use_locking=use_locking)
+    for worker in workers:
+        worker.parameters["v"][:] = 1
+    together(*[w.exchange for w in workers])
+    assert rule.met == [not use_locking] * 2
+    np.testing.assert_array_equal(workers[0].center.values()["v"], 2 if use_locking else 1)
+
+
+@on("asynchronous")
+def test_two_threads_of_one_worker_take_turns(place, together):
+    rule = Meeting(meet=threading.Barrier(2, timeout=0.3).wait)
+    worker = place.worker(START, rule, use_locking=False)
+    worker.parameters["v"][:] = 1
+    together(worker.exchange, worker.exchange)
+    assert rule.met == [False, False]
+    np.testing.assert_array_equal(worker.center.values()["v"], 2)
+    assert worker.center.version == 2
+
+
+def add_once(pipe, kind, path, rank, barrier, timeout):
+    rule = Meeting(workers=2, meet=lambda: barrier.wait(timeout))
+    worker = Worker(START, rule, KINDS[kind].open(path), rank)
+    worker.parameters["v"][:] = 1
+    pipe.send("ready")
+    pipe.recv()
+    worker.exchange()
+    pipe.send(rule.met)
+
+
+def kind_of(place):
+    return next(kind for kind, cls in KINDS.items() if type(place) is cls)
+
+
+@pytest.mark.parametrize("use_locking", [True, False])
+@on("asynchronous", "by_path")
+def test_processes_lose_updates_only_without_locks(place, use_locking, start):
+    rule = Meeting(workers=2, meet=list)
+    center = place.make(Layout.of(START), rule, START, use_locking=use_locking)
+    barrier = multiprocessing.get_context("spawn").Barrier(2)
+    arguments = [
+        (kind_of(place), place.path, rank, barrier, seconds(use_locking)) for rank in (0, 1)
+    ]
+    pipes = [start(add_once, *args)[1] for args in arguments]
+    for pipe in pipes:
+        assert pipe.recv() == "ready"
+    for pipe in pipes:
+        pipe.send("go")
+    assert [pipe.recv() for pipe in pipes] == [[not use_locking]] * 2
+    np.testing.assert_array_equal(center.values()["v"], 2 if use_locking else 1)
+
+
+ADDITIONS = 400
+LARGE = {f"w{k}": np.zeros((150, 500), np.float32) for k in range(4)}
+ADD = AGN(workers=2, period=1, optimizer=SGD(1.0))
+
+
+def add_often(pipe, kind, path, rank):
+    worker = Worker(LARGE, ADD, KINDS[kind].open(path), rank)
+    pipe.send("ready")
+    pipe.recv()
+    for k in range(ADDITIONS):
+        worker.observe(dict.fromkeys(LARGE, np.float32(-(k % 3) - rank)))
+        worker.step()
+    pipe.send("done")
+
+
+@on("asynchronous", "by_path")
+def test_no_addition_is_lost_under_locks(place, start):
+    center = place.make(Layout.of(LARGE), ADD, LARGE)
+    pipes = [start(add_often, kind_of(place), place.path, rank)[1] for rank in (0, 1)]
+    for word, answer in (("ready", "go"), ("done", "bye")):
+        for pipe in pipes:
+            assert pipe.recv() == word
+        for pipe in pipes:
+            pipe.send(answer)
+    total = sum(k % 3 + rank for k in range(ADDITIONS) for rank in (0, 1))
+    for value in center.values().values():
+        np.testing.assert_array_equal(value, total)
+    assert center.version == 2 * ADDITIONS

@@ -1,0 +1,118 @@
+"""Checkpoints: what is saved goes on as if nothing had happened."""
+
+import numpy as np
+import pytest
+from centers import RULES, each, on
+from safetensors.numpy import load_file
+
+from springline.center import CheckpointError, Layout
+
+VALUES = {"w": np.ones((3, 2), np.float32), "d": np.arange(4.0), "s": np.array(1, np.float32)}
+BUFFERS = {"mean": np.zeros(3, np.float32), "none": np.zeros(0)}
+
+
+def train(worker, rng):
+    """A step with random gradients; `x` follows them, buffers too."""
+    gradients = {n: rng.standard_normal(v.shape).astype(v.dtype) for n, v in VALUES.items()}
+    worker.observe(gradients)
+    for name, g in gradients.items():
+        worker.parameters[name] -= 0.1 * g
+    worker.buffers["mean"] += gradients["s"]
+    worker.step()
+
+
+def contents(center, path):
+    center.save(path)
+    return load_file(path)
+
+
+@pytest.mark.parametrize("use_locking", [True, False])
+@each()
+def test_save_load_step_equals_step(place, name, use_locking, tmp_path, together):
+    rule = RULES[name](workers=2, period=2)
+    making = {"buffers": BUFFERS, "use_locking": use_locking}
+    path = tmp_path / "center.safetensors"
+
+    def steps(workers, n, seed):
+        """In turn, so that two runs do the same; together where they wait for each other."""
+        rngs = [np.random.default_rng([seed, w.rank]) for w in workers]
+        calls = [lambda w=w, r=r: train(w, r) for w, r in zip(workers, rngs, strict=True)]
+        for _ in range(n):
+            if rule.synchronous:
+                together(*calls)
+            else:
+                for call in calls:
+                    call()
+
+    workers = place.workers(VALUES, rule, **making)
+    steps(workers, 6, seed=1)
+    if not rule.synchronous:  # ranks need not have come equally far
+        steps(workers[1:], 2, seed=2)
+    workers[0].center.save(path)
+    zeros = {n: np.zeros_like(v) for n, v in VALUES.items()}
+    restored = place.other().workers(zeros, rule, restore=path, **making)
+    assert restored[0].center.version == workers[0].center.version > 0
+    assert [w.start_step for w in restored] == [6, 6 if rule.synchronous else 8]
+    np.testing.assert_array_equal(restored[0].center.read(), workers[0].center.read())
+
+    for old, new in zip(workers, restored, strict=True):
+        new.local.x[:] = old.local.x
+    for group in (workers, restored):
+        steps(group, 4, seed=3)
+    assert restored[0].center.version == workers[0].center.version
+    ours, theirs = (contents(group[0].center, path) for group in (workers, restored))
+    assert ours.keys() == theirs.keys()
+    for key in ours:
+        np.testing.assert_array_equal(ours[key], theirs[key])
+
+
+@each("elastic", "average")
+def test_progress_is_kept_per_rank(place, name):
+    rule = RULES[name](workers=2, period=2)
+    worker = place.worker(VALUES, rule, 1, buffers=BUFFERS)
+    rng = np.random.default_rng(0)
+    for _ in range(7):
+        train(worker, rng)
+    zero, one = worker.center.progress()
+    assert (zero.steps, zero.exchanges, zero.seconds) == (0, 0, 0)
+    assert (one.steps, one.exchanges) == (6, 3)
+    assert one.seconds > 0
+    worker.member.leave()
+    again = place.worker(VALUES, rule, 1, buffers=BUFFERS)
+    assert again.start_step == 6
+    for _ in range(2):
+        train(again, rng)
+    assert again.center.progress()[1].steps == 8
+
+
+@on("asynchronous")
+def test_a_center_is_joined_and_never_restored_over(place, tmp_path):
+    rule = RULES["elastic"](workers=2)
+    path = tmp_path / "center.safetensors"
+    ones = {n: np.ones_like(v) for n, v in VALUES.items()}
+    place.make(Layout.of(ones), rule, ones).save(path)
+    other = place.other()
+    other.worker(VALUES, rule, 0)
+    joined = other.worker(VALUES, rule, 1, restore=path)
+    for name, value in VALUES.items():
+        np.testing.assert_array_equal(joined.parameters[name], value)
+
+
+@on("asynchronous")
+def test_a_checkpoint_of_another_model_is_refused_with_every_difference(place, tmp_path):
+    path = tmp_path / "center.safetensors"
+    theirs = {"w": np.zeros(2, np.float32), "b": np.zeros(2, np.float32), "c": np.zeros(2)}
+    place.make(Layout.of(theirs), RULES["agn-adam"](), theirs).save(path)
+    ours = {"w": np.zeros(3, np.float32), "v": np.zeros(1), "c": np.zeros(2, np.float32)}
+    with pytest.raises(CheckpointError) as refused:
+        place.other().make(Layout.of(ours), RULES["agn-momentum"](), ours, restore=path)
+    for words in (
+        "missing: center/v;",
+        "missing: outer/momentum/w;",
+        "extra: center/b;",
+        "extra: outer/t/c;",
+        "center/w: shape (2,), wanted (3,)",
+        "center/c: dtype F64, wanted float32",
+        "Nothing was restored",
+    ):
+        assert words in str(refused.value)

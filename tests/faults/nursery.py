@@ -1,0 +1,101 @@
+"""A warm process that forks workers on request, and their lives.
+
+It has imported everything but opened no center and started no thread, so that a fork is cheap and
+clean. It says `ready` and then answers lines: `start RANK` → the process id; `reap ID` → the wait
+status; `end` → the wait statuses of the children that killed workers have left behind.
+"""
+
+import contextlib
+import ctypes
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import numpy as np
+from invariants import SUBJECTS, WORKERS, first_values
+
+from springline.worker import Worker
+
+# Columns of the board, a mapped file with a row per rank. The last row's LAST asks all to stop.
+LAST, LONGEST, DONE, BUSY, CHILDREN, COLUMNS = range(6)
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def open_board(path):
+    """Map the board: LAST exchange, LONGEST wait between two, DONE, BUSY now, CHILDREN forked."""
+    return np.memmap(path, np.int64, "r+", shape=(WORKERS + 1, COLUMNS))
+
+
+def live(rank, home, subject, locking, leash):
+    """Exchange as fast as possible until all are asked to stop."""
+    board = open_board(home / "board")
+    row = board[rank]
+    # A restarted worker comes with other values, which must not get into the center.
+    values = first_values(-1e6 if row[DONE] else subject.first)
+    worker = Worker(values, subject.rule, home / "center", rank, use_locking=locking)
+    if os.fork() == 0:  # as a DataLoader does: it keeps what it inherits, and outlives a kill
+        os.read(leash, 1)
+        os._exit(0)
+    row[CHILDREN] += 1
+    while not board[-1, LAST]:
+        subject.before(worker)
+        row[BUSY] = 1
+        worker.step()
+        now = time.monotonic_ns()
+        if row[LAST]:  # 0 while it starts
+            row[LONGEST] = max(row[LONGEST], now - row[LAST])
+        row[LAST] = now
+        row[DONE] += 1
+        row[BUSY] = 0
+        subject.after(worker)
+    worker.finish()
+    worker.center.close()
+
+
+def main(home, rule, locking):
+    """Serve until `end`, or until the other side is gone."""
+    # The children that killed workers leave behind become ours to wait for.
+    assert ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    leash, held = os.pipe()  # the workers' children live until the last writer is gone
+    workers = set()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        command, *arguments = line.split()
+        if command == "end":
+            break
+        number = int(arguments[0])
+        if command == "start":
+            threads = list(Path("/proc/self/task").iterdir())
+            assert len(threads) == 1, "a process with threads cannot be forked cleanly"
+            answer = os.fork()
+            if answer == 0:
+                _be_born(number, home, SUBJECTS[rule](locking), locking, leash, held)
+            workers.add(answer)
+        else:
+            answer = os.waitpid(number, 0)[1]
+            workers.discard(number)
+        print(answer, flush=True)
+    for worker in workers:
+        os.kill(worker, 9)
+    os.close(held)
+    statuses = []
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            statuses.append(os.wait()[1])
+    print(*statuses, flush=True)
+
+
+def _be_born(rank, home, subject, locking, leash, held):
+    os.close(held)
+    try:
+        live(rank, home, subject, locking, leash)
+    except BaseException:
+        (home / f"error-{os.getpid()}").write_text(f"rank {rank}: {traceback.format_exc()}")
+        os._exit(1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "True")
