@@ -114,7 +114,7 @@ def test_agn_sends_each_parameters_learning_rate():
 
 
 def test_agn_without_gradients_says_what_is_missing():
-    worker = Worker(model(), AGN(period=1))
+    worker = Worker(model(), AGN(period=1, optimizer=SGD(1.0)))
     with pytest.raises(RuntimeError, match=r"worker\.observe\(gradients\)"):
         worker.step()
 

@@ -1,12 +1,13 @@
 """Hyperparameters validate themselves, with a sentence that says what to do."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 
 from springline.rules import AGN, SGD, Adagrad, Adam, ElasticAverage, ModelAverage, Momentum
 
-RULES = [ElasticAverage, ModelAverage, AGN]
+RULES = [ElasticAverage, ModelAverage, partial(AGN, optimizer=SGD(0.1))]
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
-from springline.rules.outer import SGD, Outer
+from springline.rules.outer import Outer
 from springline.rules.rule import Array, CenterBlock, LocalBlock, Rule
 
 
@@ -25,10 +25,10 @@ class AGN(Rule):
     Args:
         period: τ, local steps between two exchanges.
         workers: p, the configured number of workers.
-        optimizer: the outer optimizer.
+        optimizer: the outer optimizer, with the inner one's settings.
     """
 
-    optimizer: Outer = field(default_factory=lambda: SGD(0.01))
+    optimizer: Outer
 
     name: ClassVar[str] = "agn"
     accumulates: ClassVar[bool] = True
