@@ -57,7 +57,8 @@ def write(
         "settings": plan.settings,
         "layout": plan.layout.to_json(),
     }
-    write_tensors(path, _tensors(plan, center, state), {_HEADER: json.dumps(header)}, keep=True)
+    good = newest(path) == path  # a damaged one must not take the place of the good one before it
+    write_tensors(path, _tensors(plan, center, state), {_HEADER: json.dumps(header)}, keep=good)
 
 
 def write_tensors(

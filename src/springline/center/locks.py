@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import struct
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -18,10 +19,8 @@ from typing import ClassVar
 
 from springline.center.errors import CenterError
 
-try:
+if sys.platform != "win32":  # `SharedCenter` says so before it gets here
     import fcntl
-except ImportError:  # not a Unix; `SharedCenter` says so before it gets here
-    fcntl = None  # type: ignore[assignment]
 
 CREATE, ROUND, CHECKPOINT = 0, 1, 2
 SHARD, RANK = 1 << 20, 1 << 30

@@ -87,16 +87,18 @@ class Rounds:
     def _my_round(self, shards: list[list[Block]]) -> int:
         """Return the round to contribute to, after waiting for the one we have no part in."""
         if self._new:
-            # Whoever had this rank may have died in the middle of a round: no one may still be
-            # reading its slot, which is now ours to write.
+            # Whoever had this rank may have died in the middle of a round.
             self._reduce(int(self._memory.head[CLOSED]), shards, adopt=False)
+        if self._new or not self._center.plan.use_locking:
+            # Somebody may still be reading our slot: our predecessor's, or without locks also our
+            # own, since then two may reduce the same shard.
             wait_until(
                 lambda: not self._adopting(),
                 self._adopting,
                 self._member.timeout,
                 "the last round to end",
             )
-            self._new = False
+        self._new = False
 
         def may_contribute() -> bool:
             with self._locks.hold(ROUND):
@@ -172,8 +174,11 @@ class Rounds:
                     busy.append(k)
                 else:
                     try:
-                        self._reduce_shard(shards[k], slots, adopt)
-                        reduced[k] = this
+                        if reduced[k] < this:
+                            self._reduce_shard(shards[k], slots, adopt)
+                            reduced[k] = this
+                        else:  # just now, by another, whose slot may be in use for the next round
+                            busy.append(k)
                     finally:
                         self._release(k)
             todo = busy

@@ -35,6 +35,9 @@ from springline.center.memory import MemoryCenter, MemoryMember, check_settings
 from springline.center.plan import Plan
 from springline.rules.rule import Rule
 
+if sys.platform != "win32":
+    import fcntl
+
 TMPFS = Path("/dev/shm")  # noqa: S108 - memory directories there get unguessable names and 0700
 _FORMAT = 1
 CHECKPOINT_NAME = "checkpoint.safetensors"
@@ -251,6 +254,7 @@ def _map(path: Path, nbytes: int) -> Bytes:
     try:
         if os.fstat(fd).st_size < nbytes:
             raise CenterError(f"{path} is shorter than the center it should hold.")
+        fcntl.flock(fd, fcntl.LOCK_SH)  # for as long as it is mapped: nobody sweeps it
         return np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
     finally:
         os.close(fd)
@@ -310,11 +314,25 @@ def _free(memory: Path, directory: Path) -> None:
 
 
 def _sweep() -> None:
-    """Free the memory of our centers whose directory is gone or has other memory now."""
+    """Free the memory of our centers that nobody maps and whose directory knows it no more."""
     for home in TMPFS.glob("springline-*"):
         with contextlib.suppress(OSError, CenterError):
             directory = Path((home / _OWNER).read_text("utf-8"))
             if home.stat().st_uid == os.getuid():
                 found = _read_layout(directory)
-                if not directory.exists() or (found and found[1].parent != home):
+                lost = not directory.exists() or (found and found[1].parent != home)
+                if lost and not _is_mapped(home / _MEMORY):
                     shutil.rmtree(home, ignore_errors=True)
+
+
+def _is_mapped(memory: Path) -> bool:
+    if not memory.exists():
+        return False
+    fd = os.open(memory, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False

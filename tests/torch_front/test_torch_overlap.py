@@ -1,0 +1,291 @@
+"""`overlap=True`: folded in as the formulas say, one at a time, errors and the end included."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch_training import (
+    INNERS,
+    RULES,
+    center,
+    loss_of,
+    near,
+    network,
+    same,
+    train,
+    weights,
+    wrap,
+)
+
+from springline.center import NonFiniteError
+
+
+class Gate:
+    """In front of a worker's exchanges: each waits until the gate is opened for it."""
+
+    def __init__(self, opt):
+        self.opt = opt
+        self.entered = threading.Semaphore(0)
+        self.opened = threading.Semaphore(0)
+        self.inside = self.most = self.passed = 0
+        self._exchange = opt.worker.member.exchange
+        opt.worker.member.exchange = self
+
+    def __call__(self, local):
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        self.entered.release()
+        assert self.opened.acquire(timeout=60)
+        try:
+            self._exchange(local)
+        finally:
+            self.inside -= 1
+            self.passed += 1
+
+    def wait_entered(self):
+        assert self.entered.acquire(timeout=60)
+
+    def open(self):
+        self.opened.release()
+
+    def let_through(self):
+        """Open the gate and wait until the exchange is done, but do not fold it in."""
+        self.open()
+        self.opt._overlap._flight.exception(timeout=60)
+
+
+def make(rule, inner="sgd", period=2, **options):
+    model = network()
+    if rule == "elastic":
+        options = {"moving_rate": 0.4} | options
+    opt = wrap(
+        rule, INNERS[inner](model.parameters()), period, model=model, overlap=True, **options
+    )
+    return model, opt, Gate(opt)
+
+
+def gradient(model, step):
+    model.zero_grad()
+    loss_of(model, step).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("rule", ["elastic", "average", "agn"])
+def test_folded_in_as_the_formulas_say(rule):
+    """An exchange starts at step 4 and comes back after step 5, which is kept."""
+    model, opt, gate = make(rule, period=4)
+    c = center(opt)
+    sums = {}
+    for step in range(4):
+        for name, g in gradient(model, step).items():
+            sums[name] = sums.get(name, 0) + g
+        opt.step()
+    s = weights(model)
+    gate.wait_entered()
+    train(model, opt, [4])
+    x = weights(model)
+    same(center(opt), c)
+    gate.let_through()
+    opt.wait()
+    if rule == "elastic":
+        δ = {n: 0.4 * (s[n] - c[n]) for n in s}
+        near(weights(model), {n: x[n] - δ[n] for n in s})
+        near(center(opt), {n: c[n] + δ[n] for n in s})
+    else:
+        reply = s if rule == "average" else {n: c[n] - 0.05 * sums[n] / 4 for n in s}
+        near(center(opt), reply)
+        near(weights(model), {n: reply[n] + (x[n] - s[n]) for n in s})
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_folded_in_at_the_next_step_once_it_is_back(rule):
+    model, opt, gate = make(rule, period=3)
+    train(model, opt, range(3))
+    train(model, opt, [3])
+    assert opt._overlap._flight is not None
+    gate.let_through()
+    train(model, opt, [4])
+    assert opt._overlap._flight is None
+    assert opt.worker.center.version == 1
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_when_nothing_happened_meanwhile_it_is_an_exchange_like_any_other(rule):
+    model, other = network(), network()
+    options = {"rho": 0.5} if rule == "elastic" else {}
+    opt = wrap(rule, INNERS["adam"](model.parameters()), 2, overlap=True, **options)
+    like = wrap(rule, INNERS["adam"](other.parameters()), 2, **options)
+    for step in range(7):
+        train(model, opt, [step])
+        opt.wait()
+        train(other, like, [step])
+        same(weights(model), weights(other))
+        same(center(opt), center(like))
+
+
+@pytest.mark.parametrize("rule", ["elastic", "agn"])
+def test_an_exchange_that_falls_due_in_flight_is_skipped(rule):
+    model, opt, gate = make(rule)
+    train(model, opt, range(6))  # due at 2, 4 and 6
+    gate.wait_entered()
+    assert (gate.most, gate.passed, opt.worker.exchanges) == (1, 0, 0)
+    gate.let_through()
+    train(model, opt, [6])
+    assert opt.worker.center.version == 1
+    train(model, opt, [7])
+    gate.wait_entered()
+    gate.let_through()
+    opt.wait()
+    assert (gate.most, gate.passed, opt.worker.center.version) == (1, 2, 2)
+
+
+def test_agn_divides_by_the_gradients_it_holds():
+    model, opt, gate = make("agn")
+    train(model, opt, range(2))
+    sums = {}
+    for step in range(2, 5):  # due at 4, and skipped
+        for name, g in gradient(model, step).items():
+            sums[name] = sums.get(name, 0) + g
+        opt.step()
+    gate.let_through()
+    opt.wait()
+    c = center(opt)
+    for name, g in gradient(model, 5).items():
+        sums[name] += g
+    opt.step()
+    gate.let_through()
+    opt.wait()
+    near(center(opt), {n: c[n] - 0.05 * sums[n] / 4 for n in c})
+
+
+def test_averaging_waits_when_the_next_is_due(background):
+    model, opt, gate = make("average")
+    train(model, opt, range(3))
+    gate.wait_entered()
+    waiting, wait = threading.Event(), opt._overlap.wait
+
+    def watched():
+        waiting.set()
+        return wait()
+
+    opt._overlap.wait = watched
+    step = background(train, model, opt, [3])
+    assert waiting.wait(60)
+    assert not step.done()
+    gate.open()
+    step.result(60)
+    gate.wait_entered()
+    assert (gate.most, gate.passed) == (1, 1)
+    gate.let_through()
+    opt.wait()
+    assert opt.worker.center.version == 2
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_an_error_of_the_background_is_raised_at_the_next_step(rule):
+    model, opt, gate = make(rule, "adam")
+    train(model, opt, [0])
+    c = center(opt)
+    gradient(model, 1)
+    with torch.no_grad():
+        model[2].bias[0] = float("nan")
+        model[2].bias.grad[0] = float("nan")
+    opt.step()
+    gate.let_through()
+    with pytest.raises(NonFiniteError, match=r"Parameter '2.bias'"):
+        train(model, opt, [2])
+    near({"2.bias": center(opt)["2.bias"]}, {"2.bias": c["2.bias"]}, atol=0)
+    opt.take_center()
+    train(model, opt, range(3, 5))
+    gate.let_through()
+    opt.wait()
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert opt.worker.exchanges == 1
+
+
+def test_take_center_forgets_what_is_in_flight():
+    model, opt, gate = make("elastic")
+    train(model, opt, range(3))
+    gate.open()
+    opt.take_center()
+    same(weights(model), center(opt))
+    opt.wait()
+    same(weights(model), center(opt))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_finish_waits_and_sends_the_rest(rule, background):
+    model, opt, gate = make(rule)
+    train(model, opt, range(3))
+    gate.wait_entered()
+    end = background(opt.finish)
+    assert not end.done()
+    gate.open()
+    gate.wait_entered()  # what the last period left over
+    gate.open()
+    end.result(60)
+    assert (gate.most, opt.worker.center.version) == (1, 2)
+    assert opt.worker.center.members() == []
+    if rule != "elastic":
+        same(weights(model), center(opt))
+
+
+def test_finish_leaves_the_center_after_an_error_of_the_background():
+    model, opt, gate = make("agn")
+    train(model, opt, [0])
+    gradient(model, 1)
+    model[2].bias.grad[0] = float("nan")
+    opt.step()
+    gate.open()
+    with pytest.raises(NonFiniteError, match=r"'2.bias'"):
+        opt.finish()
+    assert opt.worker.center.members() == []
+
+
+def test_half_precision():
+    """Staged parameters are folded in as the others are."""
+    model = network(torch.bfloat16)
+    opt = wrap("average", INNERS["sgd"](model.parameters()), 2, model=model, overlap=True)
+    gate = Gate(opt)
+    train(model, opt, range(2))
+    s = weights(model)
+    train(model, opt, [2])
+    x = weights(model)
+    gate.let_through()
+    opt.wait()
+    same(center(opt), {n: t.float() for n, t in s.items()})
+    same(weights(model), x)
+
+
+def test_two_workers_average_in_the_background(directory, team, together):
+    def make():
+        model = network()
+        inner = INNERS["sgd"](model.parameters())
+        return wrap("average", inner, 2, model=model, overlap=True, center=directory, timeout=60)
+
+    opts = team(2, make)
+
+    def run(rank):
+        train(opts[rank]._model, opts[rank], range(7), worker=rank)
+        opts[rank].wait()
+
+    together(*[lambda rank=rank: run(rank) for rank in range(2)])
+    assert opts[0].worker.center.version == 3
+    together(opts[0].finish, opts[1].finish)
+    near(weights(opts[0]._model), weights(opts[1]._model))
+    near(weights(opts[0]._model), center(opts[1]))
+
+
+def test_an_optimizer_that_nobody_holds_goes():
+    before = set(threading.enumerate())
+    opt = wrap("elastic", INNERS["sgd"](network().parameters()), overlap=True)
+    (thread,) = set(threading.enumerate()) - before
+    assert thread.daemon
+    gone = weakref.ref(opt)
+    del opt
+    gc.collect()
+    assert gone() is None
+    thread.join(60)
+    assert not thread.is_alive()

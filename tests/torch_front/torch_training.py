@@ -1,0 +1,86 @@
+"""A small model, its data, and the three optimizers by the name of their rule."""
+
+import torch
+from torch import nn
+
+from springline.torch import AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer
+
+OPTIMIZERS = {
+    "elastic": (ElasticAverageOptimizer, "communication_period"),
+    "average": (ModelAverageOptimizer, "interval_steps"),
+    "agn": (AGNOptimizer, "communication_period"),
+}
+RULES = sorted(OPTIMIZERS)
+INNERS = {
+    "sgd": lambda p, **k: torch.optim.SGD(p, **({"lr": 0.05} | k)),
+    "momentum": lambda p, **k: torch.optim.SGD(p, **({"lr": 0.05, "momentum": 0.9} | k)),
+    "nesterov": lambda p, **k: torch.optim.SGD(
+        p, **({"lr": 0.05, "momentum": 0.8, "nesterov": True, "weight_decay": 0.01} | k)
+    ),
+    "adam": lambda p, **k: torch.optim.Adam(p, **({"lr": 0.01, "amsgrad": True} | k)),
+    "adamw": lambda p, **k: torch.optim.AdamW(p, **({"lr": 0.01} | k)),
+    "adagrad": lambda p, **k: torch.optim.Adagrad(
+        p, **({"lr": 0.05, "lr_decay": 0.1, "initial_accumulator_value": 0.2} | k)
+    ),
+    "rmsprop": lambda p, **k: torch.optim.RMSprop(
+        p, **({"lr": 0.01, "momentum": 0.5, "centered": True} | k)
+    ),
+}
+
+
+def wrap(rule, inner, period=3, **options):
+    """The optimizer of a rule around an inner one."""
+    kind, argument = OPTIMIZERS[rule]
+    return kind(inner, **{argument: period}, **options)
+
+
+def network(dtype=torch.float32):
+    """A small model, the same in every call."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).to(dtype)
+
+
+def batch(step, worker=0):
+    """The data of one step of one worker."""
+    g = torch.Generator().manual_seed(1000 * worker + step)
+    return torch.randn(8, 4, generator=g), torch.randn(8, 2, generator=g)
+
+
+def loss_of(model, step, worker=0):
+    """The loss at one step of one worker."""
+    x, y = batch(step, worker)
+    dtype = next(model.parameters()).dtype
+    return nn.functional.mse_loss(model(x.to(dtype)).float(), y)
+
+
+def train(model, opt, steps, worker=0):
+    """Plain training, as without springline."""
+    for step in steps:
+        opt.zero_grad()
+        loss_of(model, step, worker).backward()
+        opt.step()
+
+
+def weights(model):
+    """A copy of the parameters, by name."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def center(opt):
+    """A copy of the center, by name."""
+    return {name: torch.from_numpy(v) for name, v in opt.worker.center.values().items()}
+
+
+def same(left, right):
+    """The same tensors, to the bit."""
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name
+
+
+def near(left, right, atol=1e-6):
+    """The same tensors, but for rounding."""
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        torch.testing.assert_close(tensor, right[name], rtol=0, atol=atol, msg=name)
