@@ -1,0 +1,95 @@
+"""Instants of a round that luck hardly ever hits, forced."""
+
+import threading
+
+import numpy as np
+
+from springline import LocalCenter, ModelAverage
+from springline.center import Layout, Local
+from springline.center.locks import SHARD
+from springline.center.plan import ADOPTED, CLOSED, CONTRIBUTED, MEMBER_OF
+
+RULE = ModelAverage(period=1, workers=2)
+LAYOUT = Layout.of({"w": np.zeros(4, np.float32)})
+
+
+def make(use_locking=True):
+    center = LocalCenter(LAYOUT, RULE, {"w": np.zeros(4)}, use_locking=use_locking)
+    return center, [Local(LAYOUT, RULE) for _ in range(2)]
+
+
+def fill(local, value):
+    LAYOUT.views(local.x)["w"][:] = value
+
+
+def held(local):
+    return LAYOUT.views(local.x)["w"].tolist()
+
+
+def in_thread(function):
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_shard_is_not_reduced_again_from_the_next_rounds_slots():
+    """Rank 0 finds a shard unreduced and is held up; rank 1 reduces it and goes on."""
+    center, locals_ = make()
+    members = [center.join(rank, RULE) for rank in range(2)]
+    asked, written = threading.Event(), threading.Event()
+    take, settle = center.locks.take, members[1]._rounds._settle
+
+    def slow_take(number):
+        if number == SHARD and threading.current_thread() is first:
+            if not asked.is_set():
+                asked.set()
+                assert written.wait(20)
+        elif number == SHARD:
+            assert asked.wait(20)
+        return take(number)
+
+    def settle_and_tell(this, contributed):
+        if this == 2:
+            written.set()
+        settle(this, contributed)
+
+    def second_worker():
+        members[1].exchange(locals_[1])
+        fill(locals_[1], 100)
+        members[1].exchange(locals_[1])
+
+    center.locks.take, members[1]._rounds._settle = slow_take, settle_and_tell
+    fill(locals_[0], 0)
+    fill(locals_[1], 2)
+    first = threading.Thread(target=lambda: members[0].exchange(locals_[0]), daemon=True)
+    first.start()
+    second = in_thread(second_worker)
+    first.join(30)
+    assert held(locals_[0]) == [1] * 4
+    members[0].leave()
+    second.join(30)
+    assert not second.is_alive()
+
+
+def test_a_new_worker_waits_until_nobody_reads_its_predecessors_slot():
+    """Rank 0 is still adopting a round to which the worker before rank 1's had contributed."""
+    center, locals_ = make(use_locking=False)
+    center.join(0, RULE)
+    ranks, head = center.memory.ranks, center.memory.head
+    head[CLOSED] = 1
+    ranks[:, MEMBER_OF] = 1
+    ranks[0, [CONTRIBUTED, ADOPTED]] = 1, 0
+    center.memory.slots[1][:] = 0
+    newcomer = center.join(1, RULE)
+    fill(locals_[1], 7)
+    thread = in_thread(lambda: newcomer.exchange(locals_[1]))
+    thread.join(0.3)
+    assert thread.is_alive()
+    assert not center.memory.slots[1].any()  # not touched yet
+    ranks[0, ADOPTED] = 1
+    for _ in range(2000):
+        if center.memory.slots[1].any():
+            break
+        threading.Event().wait(0.01)
+    assert center.memory.slots[1].any()
+    center.close()
