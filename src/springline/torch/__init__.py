@@ -1,5 +1,13 @@
 """PyTorch: wrap your optimizer, keep your training loop."""
 
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "springline.torch needs PyTorch. Install it with: pip install 'springline[torch]'",
+        name=error.name,
+    ) from error
+
 from springline.torch.optimizers import (
     AGNOptimizer,
     ElasticAverageOptimizer,

@@ -1,8 +1,9 @@
-"""A model's tensors and their places in a worker's flat buffer.
+"""A model's tensors and their places in a worker's flat buffers.
 
-A float32 or float64 parameter on the CPU becomes a view of the buffer, so that an exchange copies
-nothing. All others (another device, half precision, another memory format) and all buffers are
-staged: copied into the flat buffer before an exchange and back after it.
+A float32 or float64 parameter on the CPU becomes a view of the flat buffer, so that an exchange
+copies nothing. All others (another device, half precision, another memory format, part of a larger
+memory) and all buffers are staged: copied into the flat buffer before an exchange and back after
+it.
 """
 
 from __future__ import annotations
@@ -15,47 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from springline.center.layout import Bytes, aligned_zeros
+from springline.center.layout import Bytes, Layout, aligned_zeros
+from springline.torch.naming import clean
 from springline.worker import Worker
-
-_COMPILED = "_orig_mod."
-
-
-def clean(name: str) -> str:
-    """Return a tensor's name in the model as it was before `torch.compile`."""
-    return name.replace(_COMPILED, "")
-
-
-def name_parameters(
-    groups: Iterable[Mapping[str, Any]], model: torch.nn.Module | None
-) -> dict[str, Tensor]:
-    """Name all parameters of an optimizer's groups, from the model or from the groups."""
-    known: dict[int, str] = {}
-    if model is not None:
-        known = {id(p): clean(name) for name, p in model.named_parameters()}
-    named: dict[str, Tensor] = {}
-    for i, group in enumerate(groups):
-        names = group.get("param_names") or [f"{i}.{j}" for j in range(len(group["params"]))]
-        for name, p in zip(names, group["params"], strict=True):
-            if model is not None and id(p) not in known:
-                raise ValueError(
-                    f"The optimizer has a parameter of shape {tuple(p.shape)} that is not in "
-                    "`model`. Pass the model whose parameters the optimizer was made with."
-                )
-            named[known.get(id(p), clean(name))] = p
-    return named
-
-
-def float_buffers(model: torch.nn.Module | None) -> dict[str, Tensor]:
-    """Return the floating-point buffers that belong to the model's state, by name."""
-    if model is None:
-        return {}
-    kept = {id(t) for t in model.state_dict(keep_vars=True).values()}
-    return {
-        clean(name): b
-        for name, b in model.named_buffers()
-        if id(b) in kept and b.is_floating_point()
-    }
 
 
 def to_numpy(tensor: Tensor) -> NDArray[Any]:
@@ -100,6 +63,7 @@ class Binding:
 
     def gather(self) -> None:
         """Bring everything that is staged into the flat buffer."""
+        self._check_model()
         for name, p in self.parameters.items():
             if p.data_ptr() != self._bound.get(name):
                 self._views[name].copy_(p.detach())
@@ -112,16 +76,76 @@ class Binding:
             view = self._views[name]
             if p.data_ptr() == self._bound.get(name):
                 continue
-            if p.device.type == "cpu" and p.dtype == view.dtype and p.is_contiguous():
+            if _can_be_view(p, view):
                 p.data = view
                 self._bound[name] = view.data_ptr()
             else:
-                p.detach().copy_(view, non_blocking=True)
+                p.detach().copy_(view)
         for staged, b in self._staged_buffers():
-            b.copy_(staged, non_blocking=True)
+            b.copy_(staged)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the parameters and the buffers that are in the center, by name."""
+        return self.parameters | self._current_buffers()
+
+    def _current_buffers(self) -> dict[str, Tensor]:
+        if self._model is None or not self._buffers:
+            return {}
+        now = {clean(name): b for name, b in self._model.named_buffers()}
+        return {name: now[name] for name in self._buffers}
 
     def _staged_buffers(self) -> Iterator[tuple[Tensor, Tensor]]:
-        if self._model is not None and self._buffers:
-            now = {clean(name): b for name, b in self._model.named_buffers()}
-            for name, staged in self._buffers.items():
-                yield staged, now[name]
+        for name, b in self._current_buffers().items():
+            yield self._buffers[name], b
+
+    def _check_model(self) -> None:
+        if self._model is not None:
+            held = {id(p) for p in self._model.parameters()}
+            for name, p in self.parameters.items():
+                if id(p) not in held:
+                    raise RuntimeError(
+                        f"The optimizer's parameter {name!r} is no longer in the model: something "
+                        "has put another in its place (`load_state_dict(assign=True)` does). "
+                        "Do that before the optimizer is made."
+                    )
+
+
+class Mirror:
+    """A flat buffer (`a` or `c̃`) as one tensor per parameter, each on its parameter's device.
+
+    On the CPU they are views of the buffer. Elsewhere they are copies, and `down` and `up` bring
+    their values to the buffer and back.
+    """
+
+    def __init__(
+        self, layout: Layout, buffer: Bytes | None, parameters: Mapping[str, Tensor]
+    ) -> None:
+        self.tensors: dict[int, Tensor] = {}  # by the parameter's id
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        if buffer is None:
+            return
+        views = layout.views(buffer)
+        for name, p in parameters.items():
+            flat = torch.from_numpy(views[name])
+            mine = self.tensors[id(p)] = flat.to(p.device)
+            if mine is not flat:
+                self._copies.append((flat, mine))
+
+    def down(self) -> None:
+        """Bring the tensors' values into the flat buffer."""
+        for flat, tensor in self._copies:
+            flat.copy_(tensor)
+
+    def up(self) -> None:
+        """Bring the flat buffer's values to the tensors."""
+        for flat, tensor in self._copies:
+            tensor.copy_(flat)
+
+
+def _can_be_view(p: Tensor, view: Tensor) -> bool:
+    return (
+        p.device.type == "cpu"
+        and p.dtype == view.dtype
+        and p.is_contiguous()
+        and p.untyped_storage().nbytes() == p.nbytes  # else it is part of somebody's memory
+    )

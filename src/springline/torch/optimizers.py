@@ -13,6 +13,7 @@ from springline.rules import AGN, ElasticAverage, ModelAverage
 from springline.rules.rule import Rule
 from springline.torch.optimizer import CenterOptimizer
 from springline.torch.outer import TorchOuter
+from springline.torch.wrapper import State
 
 
 class ElasticAverageOptimizer(CenterOptimizer):
@@ -69,27 +70,45 @@ class ElasticAverageOptimizer(CenterOptimizer):
             timeout=timeout,
         )
         self._rho = rho
-        copy = self.worker.local.copy
-        views = {} if copy is None else self.worker.layout.views(copy)
-        self._copies = {
-            id(p): torch.from_numpy(views[name])
-            for name, p in self.binding.parameters.items()
-            if views
-        }
-
-    @torch.no_grad()
-    def _pull(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    pull = p.detach() - self._copies[id(p)].to(p.device, p.dtype)
-                    # A sparse gradient becomes dense: the penalty moves every element.
-                    p.grad = p.grad.to_dense() if p.grad.is_sparse else p.grad
-                    p.grad.add_(pull, alpha=self._rho)
 
     def _observe(self) -> None:
         if self._rho:
             self._pull()
+
+    @torch.no_grad()
+    def _pull(self) -> None:
+        """`g ← g + ρ(x − c̃)`."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if p.grad.is_sparse:
+                    p.grad = self._pull_rows(p, p.grad.coalesce())
+                else:
+                    p.grad.add_(p.detach() - self._copy_of(p), alpha=self._rho)
+
+    def _pull_rows(self, p: Tensor, g: Tensor) -> Tensor:
+        """Return a sparse gradient with the penalty of its own rows: it stays sparse."""
+        rows = tuple(g.indices())
+        pull = p.detach()[rows] - self._copy_of(p)[rows]
+        values = g.values().add(pull.to(g.dtype), alpha=self._rho)
+        return torch.sparse_coo_tensor(
+            g.indices(), values, g.shape, is_coalesced=True, check_invariants=False
+        )
+
+    @torch.no_grad()
+    def _penalty(self) -> float:
+        """`ρ·½‖x − c̃‖²`."""
+        if not self._rho:
+            return 0.0
+        trained = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+        return self._rho / 2 * sum(float((p - self._copy_of(p)).square().sum()) for p in trained)
+
+    def _copy_of(self, p: Tensor) -> Tensor:
+        return self._mirror.tensors[id(p)]
+
+    def _after_exchange(self) -> None:
+        self._mirror.up()
 
 
 class ModelAverageOptimizer(CenterOptimizer):
@@ -165,6 +184,11 @@ class AGNOptimizer(CenterOptimizer):
             outer = TorchOuter(optimizer, groups)
             return AGN(period=communication_period, workers=workers, optimizer=outer)
 
+        # The parameters that had a gradient in the last step and their parts of `a`; the others.
+        self._with_gradient: list[Tensor] = []
+        self._sums: list[Tensor] = []
+        self._without_gradient: list[Tensor] = []
+
         super().__init__(
             optimizer,
             rule,
@@ -175,41 +199,44 @@ class AGNOptimizer(CenterOptimizer):
             overlap=overlap,
             timeout=timeout,
         )
-        buffer = self.worker.local.a
-        views = {} if buffer is None else self.worker.layout.views(buffer)
-        self._sums = {  # where the gradients of a parameter are added up: on its own device
-            id(p): torch.from_numpy(views[name]).to(p.device)
-            for name, p in self.binding.parameters.items()
-        }
-        self._flat = {id(p): torch.from_numpy(views[n]) for n, p in self.binding.parameters.items()}
+
+    def _observe(self) -> None:
+        """`a ← a + g`, in one call where the same parameters have a gradient as the step before."""
+        local = self.worker.local
+        if local.gradients and self._sums:
+            gradients: list[Any] = [p.grad for p in self._with_gradient]
+            odd = any(g is None or g.requires_grad for g in gradients)
+            if not odd and all(p.grad is None for p in self._without_gradient):
+                torch._foreach_add_(self._sums, gradients)
+                local.gradients += 1
+                return
+        self._observe_each()
 
     @torch.no_grad()
-    def _observe(self) -> None:
-        local = self.worker.local
-        fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
-        later: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                a, entry = self._sums[id(p)], self._entries[id(p)]
-                seen = bool(local.seen[entry])
-                local.seen[entry] = True
-                if p.grad.is_sparse:
-                    (a if seen else a.zero_()).add_(p.grad)
-                else:
-                    sums, gradients = later if seen else fresh
-                    sums.append(a)
-                    gradients.append(p.grad)
-        if fresh[0]:
-            torch._foreach_copy_(*fresh)
-        if later[0]:
-            torch._foreach_add_(*later)
+    def _observe_each(self) -> None:
+        local, sums = self.worker.local, self._mirror.tensors
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self._with_gradient = [p for p in parameters if p.grad is not None]
+        self._without_gradient = [p for p in parameters if p.grad is None]
+        self._sums = [sums[id(p)] for p in self._with_gradient]
+        for p, a in zip(self._with_gradient, self._sums, strict=True):
+            g: Any = p.grad
+            entry = self._entries[id(p)]
+            if local.seen[entry]:
+                a.add_(g)
+            elif g.is_sparse:
+                a.zero_().add_(g)
+            else:
+                a.copy_(g)
+            local.seen[entry] = True
         local.gradients += 1
 
+    def _load_worker_state(self, state: State) -> None:
+        super()._load_worker_state(state)
+        self._sums = []  # the next step looks anew
+
     def _before_exchange(self) -> None:
+        self._mirror.down()
         for group in self.param_groups:
             for p in group["params"]:
-                self.worker.local.rates[self._entries[id(p)]] = float(group["lr"])
-                if self._sums[id(p)] is not self._flat[id(p)] and p.device.type != "cpu":
-                    self._flat[id(p)].copy_(self._sums[id(p)])
+                self.worker.local.rates[self._entries[id(p)]] = float(group.get("lr", 0.0))

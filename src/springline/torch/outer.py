@@ -19,9 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from springline.rules.outer import Shape, State
+from springline.rules.rule import is_finite
 
-_STEPS = "steps"  # steps that the center's parameter has made; 0 means that there is no state
+_TAKEN = "steps_taken"  # by the center's parameter; 0 means that there is no state
 _NOT_SETTINGS = ("params", "param_names", "lr", "initial_lr", "swa_lr", "max_lr", "min_lr")
+# How a step is computed. The center is on the CPU, and its workers need not agree on this.
+_COMPUTED = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
 
 
 class TorchOuter:
@@ -40,34 +43,55 @@ class TorchOuter:
             name: {k: v for k, v in group.items() if k not in _NOT_SETTINGS}
             for name, group in groups.items()
         }
-        self._optimizers: dict[int, torch.optim.Optimizer] = {}
+        self._optimizers: dict[int, torch.optim.Optimizer] = {}  # by the parameter's address
+        self._numbers: dict[str, dict[str, type]] = {}  # what of a state is a plain number
         self.learning_rate = float(inner.defaults.get("lr", 0.0))
+
+    @property
+    def kind(self) -> str:
+        """The name of the optimizer."""
+        return type(self._inner).__name__
 
     def settings(self) -> dict[str, Any]:
         """Return the kind, and each parameter's settings where they differ from the first's."""
-        plain = {n: json.loads(json.dumps(g, default=str)) for n, g in self._groups.items()}
+        plain = {
+            name: json.loads(
+                json.dumps({k: v for k, v in group.items() if k not in _COMPUTED}, default=str)
+            )
+            for name, group in self._groups.items()
+        }
         first: dict[str, Any] = next(iter(plain.values()), {})
         others = {name: group for name, group in plain.items() if group != first}
-        return {"kind": type(self._inner).__name__, **first} | (
-            {"groups": others} if others else {}
-        )
+        return {"kind": self.kind, **first} | ({"groups": others} if others else {})
 
     def state(self, name: str, shape: Shape) -> dict[str, tuple[Shape, float]]:
-        """Take a step on a parameter of zeros and look what state it leaves."""
-        p = torch.nn.Parameter(torch.zeros(shape))
-        p.grad = torch.zeros(shape)
-        optimizer = self._make(name, p)
-        optimizer.step()
-        shapes: dict[str, tuple[Shape, float]] = {_STEPS: ((1,), 0.0)}
-        for key, value in optimizer.state[p].items():
+        """Return what the optimizer keeps of a parameter."""
+        shapes: dict[str, tuple[Shape, float]] = {_TAKEN: ((1,), 0.0)}
+        for key, value in self._try(name, shape).items():
             if isinstance(value, Tensor | int | float):
                 shapes[key] = (tuple(torch.as_tensor(value).shape), 0.0)
             elif value is not None:
                 raise ValueError(
-                    f"{type(self._inner).__name__} keeps {key!r} as {type(value).__name__}, which "
-                    "a center cannot hold. Use another optimizer with AGN."
+                    f"{self.kind} keeps {key!r} as {type(value).__name__}, which a center cannot "
+                    "hold. Use another optimizer, or another rule."
                 )
         return shapes
+
+    def _try(self, name: str, shape: Shape) -> dict[str, Any]:
+        """Take a step on a parameter of zeros and look what state it leaves."""
+        p = torch.nn.Parameter(torch.zeros(shape))
+        optimizer = self._make(name, p)
+        p.grad = self._gradient(torch.zeros(shape))
+        try:
+            optimizer.step()
+        except Exception as error:
+            raise ValueError(
+                f"{self.kind} cannot be AGN's outer optimizer, which takes one step at a time on "
+                f"one parameter at a time: {error}. Use another optimizer, or another rule."
+            ) from error
+        state = dict(optimizer.state[p])
+        self._numbers[name] = {k: type(v) for k, v in state.items() if isinstance(v, int | float)}
+        return state
 
     def advance(self, state: State) -> None:
         """Torch optimizers count for themselves."""
@@ -87,20 +111,34 @@ class TorchOuter:
         if optimizer is None:
             p = torch.nn.Parameter(torch.from_numpy(c))
             optimizer = self._optimizers[c.ctypes.data] = self._make(name, p)
+            if name not in self._numbers:
+                self._try(name, c.shape)
         group = optimizer.param_groups[0]
         p = group["params"][0]
         group["lr"] = rate
-        p.grad = torch.from_numpy(g)
-        arrays = {key: torch.from_numpy(array) for key, array in state.items() if key != _STEPS}
-        optimizer.state.pop(p, None)
-        if state[_STEPS][0]:
-            optimizer.state[p] = dict(arrays)
+        p.grad = self._gradient(torch.from_numpy(g))
+        arrays = {key: torch.from_numpy(array) for key, array in state.items() if key != _TAKEN}
+        optimizer.state[p] = first_state(self._inner, p)
+        if state[_TAKEN][0]:
+            numbers = {key: kind(arrays[key]) for key, kind in self._numbers[name].items()}
+            optimizer.state[p] = arrays | numbers
+        np.copyto(work, c)
         optimizer.step()
+        if not is_finite(c):
+            np.copyto(c, work)
+            raise FloatingPointError(f"the step of {self.kind} overflows")
         for key, array in arrays.items():
             now = optimizer.state[p][key]
             if now is not array:
                 array.copy_(torch.as_tensor(now))
-        state[_STEPS][0] += 1
+        state[_TAKEN][0] += 1
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.kind})"
+
+    def _gradient(self, g: Tensor) -> Tensor:
+        """Return a gradient as the optimizer takes it: `SparseAdam` takes only sparse ones."""
+        return g.to_sparse(1) if isinstance(self._inner, torch.optim.SparseAdam) else g
 
     def _make(self, name: str, p: torch.nn.Parameter) -> torch.optim.Optimizer:
         """Return an optimizer like the inner one, whatever its constructor takes, for `p` alone."""
@@ -110,6 +148,22 @@ class TorchOuter:
         for key, value in made.__dict__.items():
             if key.endswith("_hooks"):
                 made.__dict__[key] = type(value)()
+        group = copy.deepcopy(self._groups[name])
+        group |= {key: value for key, value in _COMPUTED.items() if key in group}
+        made.param_groups = [{**group, "params": [p], "lr": 0.0}]
         made.state = defaultdict(dict)
-        made.param_groups = [{**copy.deepcopy(self._groups[name]), "params": [p], "lr": 0.0}]
+        made.state[p] = first_state(self._inner, p)
         return made
+
+
+def first_state(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Any]:
+    """Return the state of a parameter that was never stepped.
+
+    Only Adagrad has one: it makes it when it is made, all others at a parameter's first step.
+    """
+    if not isinstance(optimizer, torch.optim.Adagrad):
+        return {}
+    start = optimizer.defaults["initial_accumulator_value"]
+    device = p.device if optimizer.defaults.get("fused") else "cpu"
+    step = torch.zeros((), device=device)
+    return {"step": step, "sum": torch.full_like(p, start, requires_grad=False)}

@@ -1,0 +1,83 @@
+"""Names: every tensor of a worker's model has one, and all workers must agree on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_COMPILED = "_orig_mod."
+Group = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Named:
+    """A parameter of the optimizer, its name and its group."""
+
+    name: str
+    parameter: Tensor
+    group: Group
+
+
+def clean(name: str) -> str:
+    """Return a tensor's name in the model as it was before `torch.compile`."""
+    return name.replace(_COMPILED, "")
+
+
+def name_parameters(groups: Iterable[Group], model: torch.nn.Module | None) -> list[Named]:
+    """Name all parameters of an optimizer, from the model or from its groups."""
+    known: dict[int, str] = {}
+    if model is not None:
+        known = {id(p): clean(name) for name, p in model.named_parameters()}
+    named: dict[str, Named] = {}
+    for i, group in enumerate(groups):
+        names = group.get("param_names") or [f"{i}.{j}" for j in range(len(group["params"]))]
+        for given, p in zip(names, group["params"], strict=True):
+            if model is not None and id(p) not in known:
+                raise ValueError(
+                    f"The optimizer has a parameter of shape {tuple(p.shape)} that is not in "
+                    "`model`. Pass the model whose parameters the optimizer was made with."
+                )
+            name = known.get(id(p), clean(given))
+            if name in named:
+                raise ValueError(
+                    f"Two parameters are named {name!r}. Pass `model=`, whose names are used "
+                    "once, or give the optimizer `model.named_parameters()`."
+                )
+            named[name] = Named(name, p, group)
+    return list(named.values())
+
+
+def float_buffers(model: torch.nn.Module | None) -> dict[str, Tensor]:
+    """Return the floating-point buffers that belong to the model's state, by name."""
+    if model is None:
+        return {}
+    kept = {id(t) for t in model.state_dict(keep_vars=True).values()}
+    return {
+        clean(name): b
+        for name, b in model.named_buffers()
+        if id(b) in kept and b.is_floating_point()
+    }
+
+
+def under_all_names(
+    values: Mapping[str, Tensor], tensors: Mapping[str, Tensor], model: torch.nn.Module
+) -> dict[str, Tensor]:
+    """Return a model's whole state with the center's values in it.
+
+    Args:
+        values: the center's, by name.
+        tensors: the model's own tensors of the same names.
+        model: what is not in the center (frozen parameters, integer buffers) is the model's own.
+    """
+    centers = {id(tensor): values[name] for name, tensor in tensors.items()}
+    state = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor):  # a module's extra state may be anything
+            # A tied tensor stands under each of its names.
+            mine = centers.get(id(tensor), values.get(clean(name), tensor.detach().cpu()))
+            state[clean(name)] = mine.clone().contiguous()
+    return state

@@ -1,0 +1,106 @@
+"""A worker's part of an optimizer's `state_dict`: plain values and tensors by name."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+import torch
+
+from springline.center import LayoutError, LocalCenter, SettingsError
+from springline.center.plan import BASE
+from springline.worker import Worker
+
+State = dict[str, Any]
+
+
+def save(worker: Worker) -> State:
+    """Return the counters, `a` and `c̃`, and the center if it is this worker's own."""
+    local, layout = worker.local, worker.layout
+    state: State = {
+        "layout": layout.to_json(),
+        "settings": worker.center.settings,
+        "local_step": worker.local_step,
+        "start_step": worker.start_step,
+        "exchanged_at": worker.exchanged_at,
+        "gradients": local.gradients,
+    }
+    if local.a is not None:
+        views = layout.views(local.a)
+        state["a"] = {n: _tensor(views[n]) for n, i in layout.index.items() if local.seen[i]}
+    if local.copy is not None:
+        state["copy"] = {n: _tensor(v) for n, v in layout.views(local.copy).items()}
+    if own := own_center(worker):
+        state["center"] = {
+            "version": own.version,
+            "values": {n: _tensor(v) for n, v in own.values().items()},
+            "outer": {
+                layout.entries[i].name: {key: _tensor(v) for key, v in arrays.items()}
+                for i, arrays in own.memory.state_of(own.plan).items()
+            },
+        }
+    return state
+
+
+def check(worker: Worker, state: State) -> None:
+    """Refuse a state of another model or rule, before anything is changed."""
+    for mine, its in zip_longest(worker.layout.to_json(), state["layout"]):
+        if mine is None or its is None or mine[:2] != its[:2] or mine[3] != its[3]:
+            raise LayoutError(
+                f"The state is of another model: where it has {_describe(its)}, this one has "
+                f"{_describe(mine)}. Nothing was loaded."
+            )
+    for key in ("rule", "outer"):
+        ours, its = worker.center.settings.get(key), state["settings"].get(key)
+        if ours != its:
+            raise SettingsError(
+                f"The state was saved with {key}={its!r}, this optimizer has {key}={ours!r}. "
+                "Make it with the settings of the one that was saved. Nothing was loaded."
+            )
+
+
+def load(worker: Worker, state: State) -> None:
+    """Go back to what `save` returned. Tensors that it does not have stay as they are."""
+    local, layout = worker.local, worker.layout
+    worker.local_step, worker.start_step = state["local_step"], state["start_step"]
+    worker.exchanged_at = state["exchanged_at"]
+    local.forget_gradients()
+    local.gradients = state["gradients"]
+    if own := own_center(worker):
+        _load_center(own, state.get("center"))
+    if local.copy is not None:
+        own_values = {n: torch.from_numpy(v) for n, v in worker.center.values().items()}
+        _write(layout.views(local.copy), own_values | state.get("copy", {}))
+    if local.a is not None:
+        _write(layout.views(local.a), state["a"])
+        for name in state["a"]:
+            local.seen[layout.index[name]] = True
+
+
+def own_center(worker: Worker) -> LocalCenter | None:
+    """Return the worker's center if it is in this process and nobody else's."""
+    center = worker.center
+    return center if isinstance(center, LocalCenter) and center.plan.workers == 1 else None
+
+
+def _load_center(center: LocalCenter, state: State | None) -> None:
+    if state is not None:
+        center.memory.head[BASE] += state["version"] - center.version
+        _write(center.layout.views(center.memory.center), state["values"])
+        arrays = center.memory.state_of(center.plan)
+        for name, values in state["outer"].items():
+            _write(arrays[center.layout.index[name]], values)
+
+
+def _write(arrays: dict[str, np.ndarray[Any, Any]], tensors: dict[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        np.copyto(arrays[name], tensor.numpy())
+
+
+def _tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    return torch.from_numpy(array.copy())
+
+
+def _describe(row: list[Any] | None) -> str:
+    return "nothing" if row is None else f"{row[3]} {row[0]!r} of shape {tuple(row[1])}"
