@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 import springline
-from springline.launch.run import Run
 from springline.torch import AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer
 from springline.torch.optimizer import CenterOptimizer
 
@@ -159,7 +158,7 @@ def wait_for_others(opt: CenterOptimizer, steps: int) -> None:
 
 def report(model: GPT, opt: CenterOptimizer, held_out: Tensor, characters: str, seed: int) -> str:
     """Save the center; return what it has become and what it took."""
-    directory = Run.from_environment().directory or Path("runs/alone")
+    directory = springline.directory() or Path("runs/alone")
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     opt.save_center(directory / "center.safetensors")
     with opt.center_weights():
@@ -180,7 +179,6 @@ def report(model: GPT, opt: CenterOptimizer, held_out: Tensor, characters: str, 
             f"Bytes that synchronous data parallel would have sent: {every_step:,}",
         ]
     lines += [f"The center is in {directory / 'center.safetensors'}"]
-    (directory / "report.txt").write_text("\n".join(lines) + "\n", "utf-8")
     return "\n".join(lines)
 
 
@@ -223,7 +221,7 @@ def main() -> None:
     train(model, opt, codes[:-tenth], held_out, args)
     if springline.rank() == 0:
         wait_for_others(opt, args.steps)
-        print(report(model, opt, held_out, characters, args.seed))
+        springline.report(report(model, opt, held_out, characters, args.seed))
 
 
 if __name__ == "__main__":

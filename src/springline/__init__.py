@@ -5,8 +5,18 @@ shared center that pulls it back like a mooring line.
 """
 
 from springline.center import LocalCenter, SharedCenter
-from springline.launch.run import log, rank, start_step, steps, stop, stopping, workers
 from springline.rules import AGN, ElasticAverage, ModelAverage
+from springline.run import (
+    directory,
+    log,
+    rank,
+    report,
+    start_step,
+    steps,
+    stop,
+    stopping,
+    workers,
+)
 from springline.worker import Worker
 
 __version__ = "0.1.0"
@@ -17,8 +27,10 @@ __all__ = [
     "ModelAverage",
     "SharedCenter",
     "Worker",
+    "directory",
     "log",
     "rank",
+    "report",
     "start_step",
     "steps",
     "stop",

@@ -16,6 +16,7 @@ from springline.center import CenterError
 from springline.launch.directory import LaunchError, find_run, is_at_work
 from springline.launch.keeper import export as export_center
 from springline.launch.launcher import Launcher
+from springline.run import REPORT
 
 app = typer.Typer(
     name="springline",
@@ -79,6 +80,9 @@ def run(
     if launcher.center is None:
         say(f"No center was made: does {script} use springline? Its output is in {place}/logs.")
         raise typer.Exit(status)
+    report = launcher.directory / REPORT
+    if report.exists() and not status:
+        say(report.read_text("utf-8"))
     plot = draw(launcher.directory)
     words = f"The center is in {_short(launcher.center)}, the metrics in {place}/metrics"
     words += f", the plot in {_short(plot)}." if plot else "."

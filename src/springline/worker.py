@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from springline import run
 from springline.center.center import Center, Local
 from springline.center.layout import Bytes, Layout, aligned_zeros
 from springline.center.local import LocalCenter
@@ -101,6 +102,7 @@ class Worker:
         self._copy = self.layout.views(self.local.copy) if self.local.copy is not None else {}
         self._work = np.empty(0, np.uint8)
         self.take_center()
+        run.note_worker(self)
         try:
             if rule.synchronous if synchronous is None else synchronous:
                 self.member.barrier()

@@ -9,8 +9,8 @@ import time
 import numpy as np
 
 import springline
-from springline.launch.run import Run
 from springline.rules import SGD
+from springline.run import Run
 
 
 def main(rule, total, pause):

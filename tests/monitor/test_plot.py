@@ -10,11 +10,11 @@ import pytest
 from made import MODEL, NBYTES, START, center, log
 
 from springline import ElasticAverage, ModelAverage, Worker
-from springline.launch.run import Run
 from springline.monitor.curves import Timeline, is_strong, quantities
 from springline.monitor.metrics import read_metrics
 from springline.monitor.plot import draw, figure
 from springline.monitor.sources import read_plan
+from springline.run import Run
 
 
 def noisy(seconds, every=0.1, seed=0):

@@ -164,12 +164,9 @@ class SharedCenter(MemoryCenter):
         """Write the file that makes the center be there: atomically, when all else is."""
         place = self._path.name if self._path.parent == self.directory else str(self._path)
         values = {"format": _FORMAT, "memory": place, "plan": self.plan.to_json()}
-        temporary = self.directory / f".{_LAYOUT}"
         try:
-            _write_private(temporary, json.dumps(values, indent=1))
-            temporary.replace(self.directory / _LAYOUT)
+            write_private(self.directory / _LAYOUT, json.dumps(values, indent=1))
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             raise CenterError(
                 f"Could not write {self.directory / _LAYOUT}: {error.strerror}."
             ) from error
@@ -277,7 +274,7 @@ def _new_memory(directory: Path, nbytes: int) -> Path:
         path = home / _MEMORY
         try:
             if place == TMPFS:
-                _write_private(home / _OWNER, str(directory))
+                write_private(home / _OWNER, str(directory))
             _reserve(path, nbytes)
         except OSError as error:
             _free(path, directory)
@@ -298,12 +295,18 @@ def _reserve(path: Path, nbytes: int) -> None:
         os.close(fd)
 
 
-def _write_private(path: Path, text: str) -> None:
-    fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(text.encode())
-        file.flush()
-        os.fsync(fd)
+def write_private(path: Path, text: str) -> None:
+    """Write a small file atomically, for its owner only."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    fd = os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(text.encode())
+            file.flush()
+            os.fsync(fd)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _free(memory: Path, directory: Path) -> None:

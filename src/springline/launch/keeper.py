@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from springline.center import CenterError, SharedCenter
 from springline.center.checkpoint import newest, write_tensors
+from springline.center.extras import with_extras
 from springline.center.shared import CHECKPOINT_NAME
 from springline.launch.directory import CENTER, LaunchError
 
@@ -63,7 +64,7 @@ class Keeper:
         if center is None:  # no worker has come so far in this run; one before it may have
             return final if final.exists() else newest(self._checkpoint)
         with center:
-            write_tensors(final, center.values())
+            write_tensors(final, with_extras(self._directory / CENTER, center.values()))
             center.retire()
         self.saved = time.time()
         return final
@@ -120,13 +121,14 @@ def export(directory: Path, path: Path, force: bool = False) -> str:
 
 
 def _find_center(directory: Path) -> tuple[Mapping[str, NDArray[Any]], str]:
+    place = directory / CENTER
     try:
-        with SharedCenter.open(directory / CENTER) as center:
-            return center.values(), f"version {center.version}, from memory"
+        with SharedCenter.open(place) as center:
+            return with_extras(place, center.values()), f"version {center.version}, from memory"
     except CenterError:
-        saved = newest(directory / CENTER / CHECKPOINT_NAME)
+        saved = newest(place / CHECKPOINT_NAME)
     if saved is not None:
-        return _read(saved, "center/"), f"from {saved}"
+        return with_extras(place, _read(saved, "center/")), f"from {saved}"
     if (directory / FINAL).exists():
         return _read(directory / FINAL, ""), f"from {directory / FINAL}"
     raise LaunchError(f"The run in {directory} has no center yet: no worker has made one.")

@@ -17,8 +17,8 @@ from springline.center import CenterError
 from springline.launch.directory import LaunchError, RunDirectory
 from springline.launch.keeper import Keeper
 from springline.launch.process import WorkerProcess, cores, describe_exit
-from springline.launch.run import Run
 from springline.launch.state import NAME, LaunchState
+from springline.run import Run
 
 _LOOK = 0.1  # seconds between two looks at the workers
 _PAUSE = 0.5  # seconds before a worker that died is started again

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
+
+from springline.center.shared import write_private
 
 NAME = "launch.json"
 WorkerState = Literal["starting", "running", "restarting", "finished", "failed", "stopped"]
@@ -37,11 +38,7 @@ class LaunchState:
 
     def write(self, directory: Path) -> None:
         """Replace `RUN/launch.json`."""
-        temporary = directory / f".{NAME}"
-        fd = os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            json.dump(asdict(self), file, indent=1)
-        temporary.replace(directory / NAME)
+        write_private(directory / NAME, json.dumps(asdict(self), indent=1))
 
     @classmethod
     def read(cls, directory: Path) -> LaunchState | None:

@@ -63,6 +63,28 @@ def float_buffers(model: torch.nn.Module | None) -> dict[str, Tensor]:
     }
 
 
+def beside_center(
+    tensors: Mapping[str, Tensor], model: torch.nn.Module
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return what a model's state has beside the center: other tensors, and other names.
+
+    Args:
+        tensors: the model's own tensors that are in the center, by name.
+        model: the model.
+    """
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    others: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    for full, tensor in model.state_dict(keep_vars=True).items():
+        name = clean(full)
+        if isinstance(tensor, Tensor) and name not in tensors:  # extra state may be anything
+            if id(tensor) in names:
+                aliases[name] = names[id(tensor)]
+            else:
+                others[name] = tensor
+    return others, aliases
+
+
 def under_all_names(
     values: Mapping[str, Tensor], tensors: Mapping[str, Tensor], model: torch.nn.Module
 ) -> dict[str, Tensor]:
@@ -73,11 +95,7 @@ def under_all_names(
         tensors: the model's own tensors of the same names.
         model: what is not in the center (frozen parameters, integer buffers) is the model's own.
     """
-    centers = {id(tensor): values[name] for name, tensor in tensors.items()}
-    state = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if isinstance(tensor, Tensor):  # a module's extra state may be anything
-            # A tied tensor stands under each of its names.
-            mine = centers.get(id(tensor), values.get(clean(name), tensor.detach().cpu()))
-            state[clean(name)] = mine.clone().contiguous()
-    return state
+    others, aliases = beside_center(tensors, model)
+    whole = {**values, **{name: tensor.detach().cpu() for name, tensor in others.items()}}
+    whole |= {alias: values[name] for alias, name in aliases.items()}
+    return {name: tensor.clone().contiguous() for name, tensor in whole.items()}

@@ -13,13 +13,20 @@ from typing import Any
 
 import torch
 
-from springline.center import Center, LocalCenter
+from springline import run as runs
+from springline.center import Center, LocalCenter, SharedCenter
 from springline.center.checkpoint import write_file
-from springline.launch import run as runs
+from springline.center.extras import write_extras
 from springline.rules.rule import Rule
 from springline.torch import state as worker_state
 from springline.torch.binding import Binding, Mirror, allocator, to_numpy
-from springline.torch.naming import Group, float_buffers, name_parameters, under_all_names
+from springline.torch.naming import (
+    Group,
+    beside_center,
+    float_buffers,
+    name_parameters,
+    under_all_names,
+)
 from springline.torch.outer import first_state
 from springline.torch.overlap import Overlap
 from springline.torch.wrapper import Closure, State, Wrapper
@@ -70,6 +77,7 @@ class CenterOptimizer(Wrapper):
                 "they share, or pass `center=`."
             )
         self._attach(run, run.center_directory if center is None else center)
+        self._write_extras()
         if not isinstance(self.worker.center, LocalCenter):
             atexit.register(self._at_exit)
 
@@ -95,7 +103,6 @@ class CenterOptimizer(Wrapper):
         local = self.worker.local
         kept = local.copy if local.a is None else local.a
         self._mirror = Mirror(self.worker.layout, kept, parameters)
-        runs.tell_step(self.worker.start_step + self.worker.local_step)
 
     def _step(self, closure: Closure | None) -> float | None:
         self._check_not_swapped()
@@ -107,7 +114,6 @@ class CenterOptimizer(Wrapper):
             loss = self._step_with(closure)
         worker = self.worker
         due = worker.advance()
-        runs.tell_step(worker.start_step + worker.local_step)
         if self._overlap:
             if due:
                 self._before_exchange()
@@ -188,6 +194,15 @@ class CenterOptimizer(Wrapper):
                 self.binding.gather()
         finally:
             self.binding.scatter()
+        self._write_extras()
+
+    def _write_extras(self) -> None:
+        """Let rank 0 write down what belongs to the model's file beside the center."""
+        center = self.worker.center
+        if self._model is not None and isinstance(center, SharedCenter) and self.worker.rank == 0:
+            others, aliases = beside_center(self.binding.tensors(), self._model)
+            arrays = {name: to_numpy(tensor) for name, tensor in others.items()}
+            write_extras(center.directory, arrays, aliases)
 
     def _at_exit(self) -> None:
         """Finish when the script ends; after an error only leave, which the process's end does."""
@@ -284,7 +299,6 @@ class CenterOptimizer(Wrapper):
     def _load_worker_state(self, state: State) -> None:
         worker_state.load(self.worker, state)
         self._mirror.up()
-        runs.tell_step(self.worker.start_step + self.worker.local_step)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.worker.rule}, inner={self.inner!r})"

@@ -9,6 +9,7 @@ Without either, a script is a run of one worker.
     RUN/metrics/    one file of JSON lines per worker
     RUN/logs/       what the workers print
     RUN/stop        asks all workers to finish early
+    RUN/report.txt  what `report` was told
     RUN/total       how many steps each worker is to make, if it counts them with `steps`
 """
 
@@ -18,14 +19,17 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from springline.center import CenterError, SharedCenter
 from springline.center.checkpoint import describe, newest
-from springline.center.shared import CHECKPOINT_NAME
+from springline.center.shared import CHECKPOINT_NAME, write_private
 
+REPORT = "report.txt"
 _STOP_LOOK = 0.1  # seconds between two looks at RUN/stop
 
 
@@ -107,12 +111,7 @@ class Run:
         if self not in _begun:
             _begun.add(self)
             self.log(step, {})  # a line without values begins a life of the worker
-        path = self.directory / "total"
-        temporary = path.with_name(f".total.{self.rank}")
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            file.write(f"{total}\n")
-        temporary.replace(path)
+        write_private(self.directory / "total", f"{total}\n")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add a line to this worker's metrics."""
@@ -134,7 +133,7 @@ class Run:
 
 _alone = {"stop": False}
 _begun: set[Run] = set()  # runs in which this process has begun to count steps
-_steps = {"done": 0}  # of this process's worker, told by its front end
+_worker: dict[str, Callable[[], Any]] = {"last": lambda: None}  # made in this process
 
 
 def rank() -> int:
@@ -187,12 +186,27 @@ def log(**values: float) -> None:
 
     >>> log(loss=0.25)
     """
-    Run.from_environment().log(_steps["done"], values)
+    worker = _worker["last"]()
+    done = 0 if worker is None else worker.start_step + worker.local_step
+    Run.from_environment().log(done, values)
 
 
-def tell_step(done: int) -> None:
-    """Note how many steps this process's worker has made, for `log`. Front ends call it."""
-    _steps["done"] = done
+def directory() -> Path | None:
+    """Return the run's directory; None for a script that runs alone."""
+    return Run.from_environment().directory
+
+
+def report(text: str) -> None:
+    """Say how it ended: `springline run` shows it after the run, a script alone prints it."""
+    print(text, flush=True)
+    folder = directory()
+    if folder:
+        write_private(folder / REPORT, f"{text}\n")
+
+
+def note_worker(worker: object) -> None:
+    """Take a worker's steps for the lines of `log`, for as long as it is there."""
+    _worker["last"] = weakref.ref(worker)
 
 
 def _plain(value: float) -> float | None:

@@ -1,0 +1,44 @@
+"""What a model's own file has beside the center: other names of tied weights, tensors not in it.
+
+A front end that knows the model writes them down beside the center, so that whoever writes the
+center as a file (`springline run`, `springline export`) can make it whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+from safetensors import safe_open
+
+from springline.center.checkpoint import write_tensors
+
+NAME = "extras.safetensors"
+_ALIASES = "aliases"
+
+
+def write_extras(
+    directory: Path, tensors: Mapping[str, NDArray[Any]], aliases: Mapping[str, str]
+) -> None:
+    """Write them beside the center.
+
+    Args:
+        directory: the center's.
+        tensors: by name, what the center does not hold (frozen parameters, integer buffers).
+        aliases: other name → name in the center.
+    """
+    write_tensors(directory / NAME, tensors, {_ALIASES: json.dumps(dict(aliases))})
+
+
+def with_extras(directory: Path, values: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Return the center's values and what is written beside it: the model's whole state."""
+    whole = dict(values)
+    if (directory / NAME).exists():
+        with safe_open(directory / NAME, framework="np") as file:
+            whole |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            aliases = json.loads((file.metadata() or {}).get(_ALIASES, "{}"))
+        whole |= {alias: values[name].copy() for alias, name in aliases.items()}
+    return whole
