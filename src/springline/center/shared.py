@@ -274,7 +274,8 @@ def _new_memory(directory: Path, nbytes: int) -> Path:
         path = home / _MEMORY
         try:
             if place == TMPFS:
-                write_private(home / _OWNER, str(directory))
+                (home / _OWNER).touch(mode=0o600)
+                (home / _OWNER).write_text(str(directory), "utf-8")
             _reserve(path, nbytes)
         except OSError as error:
             _free(path, directory)

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -62,7 +61,7 @@ class CenterOptimizer(Wrapper):
         self._model = model
         self._make_rule = make_rule
         self._overlapping = overlap
-        self._options: dict[str, Any] = {
+        self._options: State = {
             "use_locking": use_locking,
             "synchronous": synchronous,
             "timeout": timeout,
@@ -112,8 +111,7 @@ class CenterOptimizer(Wrapper):
             self.inner.step()
         else:
             loss = self._step_with(closure)
-        worker = self.worker
-        due = worker.advance()
+        due = self.worker.advance()
         if self._overlap:
             if due:
                 self._before_exchange()
@@ -263,9 +261,7 @@ class CenterOptimizer(Wrapper):
 
     def _check_not_swapped(self) -> None:
         if self._swapped:
-            raise RuntimeError(
-                "The model holds the center's weights: leave `center_weights` first."
-            )
+            raise RuntimeError("The model holds the center: leave `center_weights` first.")
 
     def save_center(self, path: str | Path) -> None:
         """Write the center as safetensors that `model.load_state_dict(load_file(path))` takes.

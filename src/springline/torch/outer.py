@@ -159,7 +159,8 @@ class TorchOuter:
 def first_state(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Any]:
     """Return the state of a parameter that was never stepped.
 
-    Only Adagrad has one: it makes it when it is made, all others at a parameter's first step.
+    Only Adagrad has one: it makes it when it is made (and only then, in older versions of torch),
+    all others at a parameter's first step.
     """
     if not isinstance(optimizer, torch.optim.Adagrad):
         return {}

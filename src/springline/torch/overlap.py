@@ -98,4 +98,3 @@ class Overlap:
 def _serve(jobs: Jobs) -> None:
     while (job := jobs.get()) is not None:
         job()
-        del job  # it holds the worker
