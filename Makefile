@@ -5,7 +5,7 @@ READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 export OPENBLAS_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-all lint format bench clean
+.PHONY: help setup demo demo-digits demo-gpt test test-all lint format bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -17,8 +17,13 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,plots,dev]'
 	@touch $@
 
-demo: setup  ## three workers learn digits under each rule; a table and a plot at the end
+demo: demo-digits demo-gpt  ## both of the following
+
+demo-digits: setup  ## three processes learn digits in plain numpy, under each rule: table and plot
 	$(BIN)/python examples/numpy_workers.py
+
+demo-gpt: setup  ## two workers train a small GPT on Tiny Shakespeare: live screen, plot, center
+	$(BIN)/springline run examples/shakespeare.py
 
 test: lint  ## all tests but the slow ones
 	$(BIN)/python -m pytest -q
@@ -35,7 +40,7 @@ format: setup  ## let ruff mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup  ## measure an exchange against memcpy; docs/exchange.md and its plot
+bench: setup  ## what an exchange costs, in memcpys: docs/exchange.md and its plot
 	$(BIN)/python benchmarks/exchange.py
 
 clean:  ## forget the .venv and the caches
