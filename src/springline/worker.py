@@ -126,6 +126,7 @@ class Worker:
         if self.local.copy is not None:
             np.copyto(self.local.copy, self.local.x)
         self.local.forget_gradients()
+        self.exchanged_at = self.local_step
         self._narrow_down()
 
     def observe(self, gradients: Mapping[str, Array]) -> None:

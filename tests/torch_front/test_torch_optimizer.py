@@ -19,6 +19,7 @@ from torch_training import (
 )
 
 from springline.torch import ElasticAverageOptimizer
+from springline.torch.outer import first_state
 
 
 def sgd(model, lr=0.1):
@@ -233,3 +234,10 @@ def test_no_gradient_in_a_step(rule):
             sometimes_loss(m, step).backward()
             o.step()
     same(weights(model), weights(plain))
+
+
+def test_the_first_state_of_adagrad_is_the_one_it_makes_itself():
+    (p,) = nn.Linear(3, 2, bias=False).parameters()
+    adagrad = torch.optim.Adagrad([p], initial_accumulator_value=0.5)
+    same(first_state(adagrad, p), adagrad.state[p])
+    assert first_state(torch.optim.Adam([p]), p) == {}

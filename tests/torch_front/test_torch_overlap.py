@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 import weakref
 
 import pytest
@@ -279,13 +280,17 @@ def test_two_workers_average_in_the_background(directory, team, together):
 
 
 def test_an_optimizer_that_nobody_holds_goes():
-    before = set(threading.enumerate())
-    opt = wrap("elastic", INNERS["sgd"](network().parameters()), overlap=True)
+    before, model = set(threading.enumerate()), network()
+    opt = wrap("elastic", INNERS["sgd"](model.parameters()), 1, overlap=True)
     (thread,) = set(threading.enumerate()) - before
     assert thread.daemon
-    gone = weakref.ref(opt)
+    train(model, opt, [0])
+    opt.wait()
+    gone = weakref.ref(opt), weakref.ref(opt.worker)
     del opt
-    gc.collect()
-    assert gone() is None
+    deadline = time.monotonic() + 60  # for the thread to let go of its last exchange
+    while any(reference() for reference in gone) and time.monotonic() < deadline:
+        gc.collect()
+    assert [reference() for reference in gone] == [None, None]
     thread.join(60)
     assert not thread.is_alive()

@@ -72,6 +72,20 @@ def test_a_plain_state_of_the_inner_optimizer(rule):
     assert opt.worker.local_step == 3
 
 
+@pytest.mark.parametrize(("steps", "versions"), [(2, 1), (3, 2)])
+def test_what_was_left_over_when_it_was_saved_is_sent_at_the_end(steps, versions):
+    model, other = network(), network()
+    opt = wrap("agn", INNERS["sgd"](model.parameters()), 2, model=model)
+    train(model, opt, range(steps))
+    resumed = wrap("agn", INNERS["sgd"](other.parameters()), 2, model=other)
+    other.load_state_dict(weights(model))
+    resumed.load_state_dict(opt.state_dict())
+    for each in (opt, resumed):
+        each.finish()
+        assert each.worker.center.version == versions
+    same(center(resumed), center(opt))
+
+
 def test_the_inner_optimizer_takes_its_part_alone():
     model, other = network(), network()
     opt = wrap("elastic", INNERS["adam"](model.parameters()), model=model)

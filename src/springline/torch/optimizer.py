@@ -170,7 +170,6 @@ class CenterOptimizer(Wrapper):
         if self._overlap:
             self._overlap.drop()
         self.worker.take_center()
-        self.worker.exchanged_at = self.worker.local_step
         self.binding.scatter()
         self._after_exchange()
         self.inner.state.clear()
