@@ -33,7 +33,7 @@ from springline.center.shared import TMPFS
 from springline.rules import Adam
 
 EACH = 4  # memcpys and exchanges of a worker in a block, if there are several workers
-FULL = {1_000_000: 200, 25_000_000: 40, 100_000_000: 16}  # repetitions of a worker
+FULL = {1_000_000: 200, 25_000_000: 40, 100_000_000: 12}  # repetitions of a worker
 QUICK = {100_000: 12, 1_000_000: 12}
 MANY = 150  # tensors
 
@@ -107,7 +107,7 @@ def _results(
             except EOFError:
                 processes[rank].join()
                 raise RuntimeError(
-                    f"Worker {rank} of {case} ended with status {processes[rank].exitcode}."
+                    f"Worker {rank} of `{case.what}` ended with status {processes[rank].exitcode}."
                 ) from None
             open_pipes.remove(pipes[rank])
     return sorted(times, key=lambda t: t.rank)
@@ -159,6 +159,8 @@ def main() -> None:
             rows.append(measure(case, context))
             if rows[-1].note:
                 progress.print(f"Skipped: {case.what}: {rows[-1].note}")
+            elif not console.is_terminal:
+                progress.print(f"{len(rows)}/{len(todo)} {case.what}: {rows[-1].alone} memcpys")
             progress.advance(task)
     found = [*checks(rows), adam_check(many_at, adam_nbytes(many_at))]
     from exchange_plot import draw  # not at the top, which every worker imports

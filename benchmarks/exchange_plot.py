@@ -31,6 +31,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             panel.set_xticks(range(len(counts)), [str(n) for n in counts])
             panel.set_xlim(-0.45, len(counts) - 0.55)
             if size == TARGET_SIZE:
+                panel.set_xlim(left=-0.9)
                 _targets(panel)
         panels[0].set_ylabel("exchange ÷ one memcpy alone")
         panels[0].set_yscale("log", base=2)
@@ -64,20 +65,13 @@ def _lines(panel: Axes, rows: Sequence[Row], counts: Sequence[int]) -> None:
 
 
 def _targets(panel: Axes) -> None:
-    """Short thin lines: the targets are for one worker."""
+    """Short thin lines, for one worker; grey where several rules have the same target."""
     for memcpys in sorted(set(TARGETS.values())):
-        names = [rule for rule, target in TARGETS.items() if target == memcpys]
-        colour = COLOURS[names[0]] if len(names) == 1 else GREY
-        panel.hlines(memcpys, -0.4, 0.4, color=colour, linewidth=0.8)
-        what = names[0] if len(names) == 1 else "the others"
-        panel.annotate(
-            f"target, {what}: {memcpys:g}",
-            (-0.4, memcpys),
-            (0, 2),
-            textcoords="offset points",
-            fontsize=7.5,
-            color=colour,
-        )
+        colours = [COLOURS[rule] for rule, target in TARGETS.items() if target == memcpys]
+        colour = colours[0] if len(colours) == 1 else GREY
+        panel.hlines(memcpys, -0.85, 0.4, color=colour, linewidth=0.8)
+        text, at = f"target {memcpys:g}", (-0.85, memcpys)
+        panel.annotate(text, at, (0, 2), textcoords="offset points", fontsize=7.5, color=colour)
 
 
 def _legend() -> list[Line2D]:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from springline.center import checkpoint
 from springline.center.center import Center, Local, Member, Progress
 from springline.center.errors import CenterError, NonFiniteError, RankError, SettingsError
-from springline.center.layout import Bytes, Layout, Run
+from springline.center.layout import Bytes, Layout, Run, aligned_zeros
 from springline.center.locks import CHECKPOINT, RANK, SHARD, Locks
 from springline.center.plan import (
     BASE,
@@ -281,7 +281,7 @@ class MemoryMember(Member):
         rules = {"parameter": self.rule, "buffer": buffer_rule(self.rule)}
         runs = [list(plan.layout.blocks(s, plan.whole, elementwise)) for s in plan.shards]
         longest = max((run.stop - run.start for shard in runs for run in shard), default=0)
-        message, work = np.empty(longest, np.uint8), np.empty(longest, np.uint8)
+        message, work = aligned_zeros(longest), aligned_zeros(longest)
 
         def bind(run: Run) -> Block:
             room = Run(0, run.stop - run.start, run.dtype, run.kind)
