@@ -30,18 +30,15 @@ LOOKS = {  # title, and a line that all eyes can tell from the other
 }
 
 
-def tensors(images: Bytes, labels: Bytes) -> tuple[Tensor, Tensor]:
-    return torch.from_numpy(images) / 255, torch.from_numpy(labels).long()
-
-
-def loss_of(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(model(images), labels)
+def loss_of(model: nn.Module, images: Bytes, labels: Bytes) -> Tensor:
+    scores = model(torch.from_numpy(images) / 255)
+    return nn.functional.cross_entropy(scores, torch.from_numpy(labels).long())
 
 
 def work(rule: str, steps: int, period: int) -> None:
     """What one worker does."""
     data = mnist()
-    test = tensors(data.test_images[:1000], data.test_labels[:1000])
+    test = data.test_images[:1000], data.test_labels[:1000]
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(784, 32), nn.ReLU(), nn.Linear(32, 10))
     sgd = torch.optim.SGD(model.parameters(), lr=0.02)
@@ -55,7 +52,7 @@ def work(rule: str, steps: int, period: int) -> None:
     slow = springline.rank() == springline.workers() - 1
     for step in springline.steps(steps if slow else steps * SLOWER):
         rows = np.random.default_rng([springline.rank(), step]).integers(len(data.images), size=32)
-        loss = loss_of(model, *tensors(data.images[rows], data.labels[rows]))
+        loss = loss_of(model, data.images[rows], data.labels[rows])
         opt.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         time.sleep(STEP * SLOWER if slow else STEP)

@@ -132,28 +132,27 @@ def test_images_the_center_has_what_batchnorm_needs(two_workers, directory, exam
     assert images.accuracy(model, *test) < right - 0.2
 
     seen = read_metrics(directory)[0].values["center_accuracy"]
-    first, *_, last = seen[np.isfinite(seen)]
-    assert first < 0.3
-    assert last == pytest.approx(reported[0], abs=1e-4)
+    _at_its_start, at_its_end = seen[np.isfinite(seen)]
+    assert at_its_end == pytest.approx(reported[0], abs=1e-4)
 
 
 def test_images_alone(alone):
     assert number_after("of the center", alone("images", *IMAGES)) > 75
 
 
-STEPS, EARLY = 2000, 100
+STEPS, EARLY = 1200, 50
 
 
 def test_resume_goes_on_from_the_center(start, directory, example):
     command = [*LAUNCH, "--workers", 2, "--run", directory]
     command += [EXAMPLES / "resume.py", "--steps", STEPS]
     interrupted = start(*command)
-    wait_until_all_have_made(EARLY, directory, interrupted)
+    wait_until_one_has_made(EARLY, directory, interrupted)
     interrupted.send_signal(signal.SIGINT)  # Ctrl-C
     output, _ = interrupted.communicate(timeout=60)
     assert interrupted.returncode == 128 + signal.SIGINT, output
     done = steps_of(directory)
-    assert all(EARLY <= steps < STEPS for steps in done)
+    assert EARLY <= max(done) < STEPS
     resume, data = example("resume"), example("data").mnist()
     model = resume.network()
     model.load_state_dict(load_file(directory / "center.safetensors"))
@@ -164,22 +163,20 @@ def test_resume_goes_on_from_the_center(start, directory, example):
     assert again.returncode == 0, output
     assert "Going on with the run" in output
     assert steps_of(directory) == [STEPS, STEPS]
-    starts = [
-        re.findall(r"starts at step (\d+), test loss (\S+)", log_of(directory, r)) for r in (0, 1)
-    ]
-    assert [[int(step) for step, _ in lives] for lives in starts] == [[0, k] for k in done]
+    found = re.compile(r"starts at step (\d+), test loss (\S+)")
+    starts = [found.findall(log_of(directory, rank))[-1] for rank in (0, 1)]
+    assert [int(step) for step, _ in starts] == done
     # Nobody has exchanged before the first worker of the second part takes the center.
-    closest = min(abs(float(lives[1][1]) - interrupted_at) for lives in starts)
-    assert closest < 1e-6
+    assert min(abs(float(loss) - interrupted_at) for _, loss in starts) < 1e-6
     ends = [number_after("test loss of the center", log_of(directory, rank)) for rank in (0, 1)]
-    assert max(ends) < min(interrupted_at, GUESSING / 4)
+    assert max(ends) < GUESSING / 8
 
 
-def wait_until_all_have_made(steps, directory, process, seconds=60.0):
+def wait_until_one_has_made(steps, directory, process, seconds=60.0):
     deadline = time.monotonic() + seconds
     while True:
         with contextlib.suppress(CenterError), SharedCenter.open(directory / "center") as center:
-            if min(rank.steps for rank in center.progress()) >= steps:
+            if max(rank.steps for rank in center.progress()) >= steps:
                 return
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "waited in vain"
@@ -209,7 +206,7 @@ def test_mixed_precision_of_parameters_and_a_center_of_float32(two_workers, dire
 
 
 def test_straggler_holds_up_averaging_but_not_elastic(start, directory, example):
-    steps, period = 60, 5
+    steps, period = 40, 5
     options = ["--workers", 2, "--steps", steps, "--period", period, "--out", directory]
     process = start(EXAMPLES / "straggler.py", *options)
     output, _ = process.communicate(timeout=200)
