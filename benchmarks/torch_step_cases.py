@@ -98,16 +98,7 @@ def _step(case: Case) -> Times:
             return run
 
         times = _alternate(steps(bare), steps(ours), case.pairs)
-        if case.rule == "AGN":
-            gradients = [p.grad for p in model.parameters() if p.grad is not None]
-            sums = [torch.zeros_like(g) for g in gradients]
-
-            def add() -> None:
-                for _ in range(many):
-                    torch._foreach_add_(sums, gradients)
-
-            _timed(add)
-            times.passes = [_timed(add) / many for _ in range(case.pairs)]
+        times.passes = _passes(case, model, many)
     times.bare = [seconds / many for seconds in times.bare]
     times.ours = [seconds / many for seconds in times.ours]
     return times
@@ -150,9 +141,25 @@ def _training(case: Case) -> Times:
             ours.wait()  # nothing is in flight in the bare period
 
         times = _alternate(bare_period, our_period, case.pairs)
+        times.passes = _passes(case, model, 1)
     times.bare = [seconds / PERIOD for seconds in times.bare]
     times.ours = [seconds / PERIOD for seconds in times.ours]
     return times
+
+
+def _passes(case: Case, model: nn.Module, many: int) -> list[float]:
+    """Time what AGN may add to a step."""
+    if case.rule != "AGN":
+        return []
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    sums = [torch.zeros_like(g) for g in gradients]
+
+    def add() -> None:
+        for _ in range(many):
+            torch._foreach_add_(sums, gradients)
+
+    _timed(add)
+    return [_timed(add) / many for _ in range(case.pairs)]
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:

@@ -49,12 +49,11 @@ class Row:
         case = self.case
         if case.kind == "exchange":
             return MEMCPYS, f"at most {MEMCPYS:g} memcpys of the model"
-        if case.kind == "training":
-            return TRAINING, f"at most {TRAINING:g} times the bare one"
         than = "the bare one and one `a += g`" if case.rule == "AGN" else "the bare one"
         if case.kind == "tiny step":
             return MICROSECONDS, f"at most {MICROSECONDS:g} µs more than {than}"
-        return STEP, f"at most {STEP:g} times {than}"
+        most = TRAINING if case.kind == "training" else STEP
+        return most, f"at most {most:g} times {than}"
 
     @property
     def check(self) -> Check:
@@ -152,9 +151,9 @@ There is one worker, with a shared center. The bare optimizer and ours step two 
 size in one process, one after the other, and who is first changes with every pair; figures are
 medians (quartiles) over the pairs. An exchange is compared with a memcpy of as many bytes between
 two private buffers, made just before it. AGN adds the gradient up in every step: that one pass,
-`a += g`, is measured beside it and counted as the bare optimizer's. A training step is forward,
-backward and the optimizer's step; it is the mean over whole periods of {PERIOD} steps, each with
-one exchange, whatever of it runs in the background included.
+`a += g`, is measured beside it and added to the bare step before they are compared. A training
+step is forward, backward and the optimizer's step; it is the mean over whole periods of {PERIOD}
+steps, each with one exchange, whatever of it runs in the background included.
 
 *threads* is `torch.set_num_threads`. With 1, which `springline run` sets for as many workers as
 there are cores, the background of `overlap=True` has a core to itself here. With 2 torch uses every

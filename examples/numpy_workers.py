@@ -261,7 +261,7 @@ def main(
     for module, package in (("sklearn", "scikit-learn"), ("matplotlib", "matplotlib")):
         if importlib.util.find_spec(module) is None:
             raise SystemExit(f"This example needs {package}: pip install {package}")
-    run, screen = out or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}", Screen()
+    run, screen = out or Path("runs") / f"{datetime.now():%Y-%m-%d-%H%M%S}", Screen()
     both, sgd = {"period": period, "workers": workers}, SGD(LEARNING_RATE)
     rules = (ElasticAverage(**both), ModelAverage(**both), AGN(**both, optimizer=sgd))
     teams = []

@@ -182,3 +182,21 @@ def test_import_is_light():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_assigning_to_a_parameter_writes_into_it():
+    worker = Worker(model(), ElasticAverage(period=1, moving_rate=1.0))
+    worker.parameters["b"] = worker.parameters["b"] + 3
+    worker.step()
+    assert (worker.center.values()["b"] == 3).all()
+    with pytest.raises(KeyError):
+        worker.parameters["c"] = np.zeros(2)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_no_center_is_made_of_nan(bad, directory):
+    values = model() | {"b": np.array([1, bad], np.float32)}
+    for place in (None, directory):
+        with pytest.raises(NonFiniteError, match="'b' has NaN or Inf, so no center was made"):
+            Worker(values, ElasticAverage(), place)
+    Worker(model(), ElasticAverage(), directory).center.close()

@@ -77,6 +77,8 @@ def run(
         say(f"The last lines of worker {failed.entry.rank} ({_short(failed.log)}):")
         for line in failed.last_lines():
             say(f"  {line}")
+    if launcher.center is None and status:
+        raise typer.Exit(status)
     if launcher.center is None:
         say(f"No center was made: does {script} use springline? Its output is in {place}/logs.")
         raise typer.Exit(status)
@@ -84,7 +86,8 @@ def run(
     if report.exists() and not status:
         say(report.read_text("utf-8"))
     plot = draw(launcher.directory)
-    words = f"The center is in {_short(launcher.center)}, the metrics in {place}/metrics"
+    words = f"The center is in {_short(launcher.center)}, the workers' output in {place}/logs"
+    words += f", the metrics in {place}/metrics"
     words += f", the plot in {_short(plot)}." if plot else "."
     if status:
         again = ["springline", "run", "--run", str(place), str(script), *arguments]
@@ -111,6 +114,7 @@ def top(
             while not once and is_at_work(directory):
                 screen.refresh()
                 time.sleep(0.1)
+        console.print()
 
 
 @app.command()

@@ -21,6 +21,14 @@ from springline.rules.rule import Rule
 Array = NDArray[Any]
 
 
+class InPlace(dict[str, Array]):
+    """Arrays by name. Assigning to a name writes into its array: an exchange knows no other."""
+
+    def __setitem__(self, name: str, value: Array) -> None:
+        if value is not self[name]:
+            np.copyto(self[name], value, casting="same_kind")
+
+
 class Worker:
     """All that a front end has to wrap.
 
@@ -96,8 +104,8 @@ class Worker:
         # float16 parameters train in their own dtype and are widened for an exchange.
         self._narrow = {name: (np.empty_like(values[name]), wide[name]) for name in narrow}
         arrays = {n: self._narrow[n][0] if n in self._narrow else wide[n] for n in wide}
-        self.parameters = {name: arrays[name] for name in parameters}
-        self.buffers = {name: arrays[name] for name in buffers or {}}
+        self.parameters = InPlace({name: arrays[name] for name in parameters})
+        self.buffers = InPlace({name: arrays[name] for name in buffers or {}})
         self._a = self.layout.views(self.local.a) if self.local.a is not None else {}
         self._copy = self.layout.views(self.local.copy) if self.local.copy is not None else {}
         self._work = np.empty(0, np.uint8)

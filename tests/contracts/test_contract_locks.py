@@ -121,11 +121,10 @@ def add_often(pipe, kind, path, rank):
 def test_no_addition_is_lost_under_locks(place, start):
     center = place.make(Layout.of(LARGE), ADD, LARGE)
     pipes = [start(add_often, kind_of(place), place.path, rank)[1] for rank in (0, 1)]
-    for word, answer in (("ready", "go"), ("done", "bye")):
-        for pipe in pipes:
-            assert pipe.recv() == word
-        for pipe in pipes:
-            pipe.send(answer)
+    assert [pipe.recv() for pipe in pipes] == ["ready"] * 2
+    for pipe in pipes:
+        pipe.send("go")
+    assert [pipe.recv() for pipe in pipes] == ["done"] * 2
     total = sum(k % 3 + rank for k in range(ADDITIONS) for rank in (0, 1))
     for value in center.values().values():
         np.testing.assert_array_equal(value, total)

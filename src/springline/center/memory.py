@@ -127,6 +127,12 @@ class MemoryCenter(Center):
 
     def initialise(self, values: Mapping[str, Any]) -> None:
         """Give a new center its first values."""
+        for entry in self.layout.entries:
+            if not np.isfinite(values[entry.name]).all():
+                raise NonFiniteError(
+                    f"{entry.kind.capitalize()} {entry.name!r} has NaN or Inf, so no center was "
+                    "made with it. Look at how the model is initialised or loaded."
+                )
         self.layout.write(self.memory.center, values)
         for s in self.plan.state:
             s.view(self.memory.state).fill(s.first)

@@ -40,8 +40,8 @@ if sys.platform != "win32":
 
 TMPFS = Path("/dev/shm")  # noqa: S108 - memory directories there get unguessable names and 0700
 _FORMAT = 1
-CHECKPOINT_NAME = "checkpoint.safetensors"
-_LAYOUT, _LOCK, _MEMORY, _OWNER = "layout.json", "lock", "center.memory", "run"
+LAYOUT_NAME, CHECKPOINT_NAME = "layout.json", "checkpoint.safetensors"
+_LOCK, _MEMORY, _OWNER = "lock", "center.memory", "run"
 _log = logging.getLogger("springline")
 
 
@@ -165,10 +165,10 @@ class SharedCenter(MemoryCenter):
         place = self._path.name if self._path.parent == self.directory else str(self._path)
         values = {"format": _FORMAT, "memory": place, "plan": self.plan.to_json()}
         try:
-            write_private(self.directory / _LAYOUT, json.dumps(values, indent=1))
+            write_private(self.directory / LAYOUT_NAME, json.dumps(values, indent=1))
         except OSError as error:
             raise CenterError(
-                f"Could not write {self.directory / _LAYOUT}: {error.strerror}."
+                f"Could not write {self.directory / LAYOUT_NAME}: {error.strerror}."
             ) from error
 
     @classmethod
@@ -215,7 +215,7 @@ def _claim(directory: Path) -> Path:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         owner = directory.stat().st_uid
         names = {p.name for p in directory.iterdir()}
-        if owner == os.getuid() and names and not names & {_LAYOUT, _LOCK}:
+        if owner == os.getuid() and names and not names & {LAYOUT_NAME, _LOCK}:
             raise CenterError(
                 f"{directory} is not a center's directory: it holds {sorted(names)[0]!r}. "
                 "Give a new or an empty one."
@@ -233,14 +233,14 @@ def _claim(directory: Path) -> Path:
 
 def _read_layout(directory: Path) -> tuple[Plan, Path] | None:
     try:
-        values = json.loads((directory / _LAYOUT).read_text("utf-8"))
+        values = json.loads((directory / LAYOUT_NAME).read_text("utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise CenterError(f"Cannot read {directory / _LAYOUT}: {error}.") from error
+        raise CenterError(f"Cannot read {directory / LAYOUT_NAME}: {error}.") from error
     if not isinstance(values, dict) or values.get("format") != _FORMAT:
         raise CenterError(
-            f"{directory / _LAYOUT} is not of a center that this springline can read. "
+            f"{directory / LAYOUT_NAME} is not of a center that this springline can read. "
             "Start in a new directory."
         )
     return Plan.from_json(values["plan"]), directory / values["memory"]

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from springline.center import CenterError, SharedCenter
 from springline.center.checkpoint import newest, write_tensors
 from springline.center.extras import with_extras
-from springline.center.shared import CHECKPOINT_NAME
+from springline.center.shared import CHECKPOINT_NAME, LAYOUT_NAME
 from springline.launch.directory import CENTER, LaunchError
 
 FINAL = "center.safetensors"
@@ -122,6 +122,8 @@ def export(directory: Path, path: Path, force: bool = False) -> str:
 
 def _find_center(directory: Path) -> tuple[Mapping[str, NDArray[Any]], str]:
     place = directory / CENTER
+    if (directory / LAYOUT_NAME).exists():  # a center that was made without a run
+        place = directory
     try:
         with SharedCenter.open(place) as center:
             return with_extras(place, center.values()), f"version {center.version}, from memory"
