@@ -124,7 +124,7 @@ def test_makes_a_run_directory(tmp_path):
     result = demo("--workers", 1, "--steps", 20, "--period", 7, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     (run,) = (tmp_path / "runs").iterdir()
-    assert re.fullmatch(r"\d{8}-\d{6}", run.name)
+    assert re.fullmatch(r"\d{4}-\d{2}-\d{2}-\d{6}", run.name)
     assert stat.S_IMODE(run.stat().st_mode) == 0o700
     assert (run / "plot.png").exists()
     assert f"are in {run.relative_to(tmp_path)}" in result.stdout
