@@ -147,13 +147,13 @@ def page(rows: Sequence[Row], command: str) -> str:
 
 
 _READING = f"""\
-There is one worker, with a shared center. The bare optimizer and ours step two models of the same
-size in one process, one after the other, and who is first changes with every pair; figures are
-medians (quartiles) over the pairs. An exchange is compared with a memcpy of as many bytes between
-two private buffers, made just before it. AGN adds the gradient up in every step: that one pass,
-`a += g`, is measured beside it and added to the bare step before they are compared. A training
-step is forward, backward and the optimizer's step; it is the mean over whole periods of {PERIOD}
-steps, each with one exchange, whatever of it runs in the background included.
+There is one worker, with a shared center. The bare optimizer is the one that is wrapped: it and
+ours step the same tensors in one process, one after the other, and who is first changes with every
+pair; figures are medians (quartiles) over the pairs. An exchange is compared with a memcpy of as
+many bytes between two private buffers, made just before it. AGN adds the gradient up in every step:
+that one pass, `a += g`, is measured beside it and added to the bare step before they are compared.
+A training step is forward, backward and the optimizer's step; it is the mean over whole periods of
+{PERIOD} steps, each with one exchange, whatever of it runs in the background included.
 
 *threads* is `torch.set_num_threads`. With 1, which `springline run` sets for as many workers as
 there are cores, the background of `overlap=True` has a core to itself here. With 2 torch uses every

@@ -13,8 +13,9 @@ for library in ("OPENBLAS", "OMP"):  # before numpy is imported, here and in eve
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
-from springline.center import shared  # noqa: E402
+from springline.center import place  # noqa: E402
 
+collect_ignore_glob = ["*/conftest.py"]  # they hold no doctests
 settings.register_profile("springline", deadline=None)  # a busy machine is no error
 settings.load_profile("springline")
 
@@ -22,7 +23,7 @@ settings.load_profile("springline")
 def memories_below(path):
     """The memories in the tmpfs of centers whose directory is `path` or below it."""
     found = []
-    for home in shared.TMPFS.glob("springline-*"):
+    for home in place.TMPFS.glob("springline-*"):
         with contextlib.suppress(OSError):  # other runs come and go
             owner = Path((home / "run").read_text())
             if path == owner or path in owner.parents:
@@ -46,10 +47,10 @@ def memories():
 @pytest.fixture
 def tmpfs(tmp_path, monkeypatch):
     """A tmpfs of our own, as far as this process can tell."""
-    place = tmp_path / "shm"
-    place.mkdir()
-    monkeypatch.setattr(shared, "TMPFS", place)
-    return place
+    own = tmp_path / "shm"
+    own.mkdir()
+    monkeypatch.setattr(place, "TMPFS", own)
+    return own
 
 
 @pytest.fixture

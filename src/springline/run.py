@@ -15,6 +15,7 @@ Without either, a script is a run of one worker.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -63,7 +64,7 @@ class Run:
             workers = _number(environment, "WORLD_SIZE", 1)
             if workers == _number(environment, "LOCAL_WORLD_SIZE", 1):
                 # All ranks are on this machine, children of one agent.
-                directory = directory or f"runs/torchrun-{os.getppid()}"
+                directory = directory or f"runs/torchrun-{_parent()}"
         else:
             rank, workers = 0, 1
         if not 0 <= rank < workers:
@@ -207,6 +208,14 @@ def report(text: str) -> None:
 def note_worker(worker: object) -> None:
     """Take a worker's steps for the lines of `log`, for as long as it is there."""
     _worker["last"] = weakref.ref(worker)
+
+
+def _parent() -> str:
+    """Return the parent's process id and when it was started: ids are used again."""
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{os.getppid()}/stat").read_text("utf-8").rpartition(")")[2].split()
+        return f"{os.getppid()}-{fields[19]}"
+    return str(os.getppid())
 
 
 def _plain(value: float) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,35 @@ from springline.rules.rule import Rule
 Array = NDArray[Any]
 
 
-class InPlace(dict[str, Array]):
+class InPlace(MutableMapping[str, Array]):
     """Arrays by name. Assigning to a name writes into its array: an exchange knows no other."""
 
+    def __init__(self, arrays: Mapping[str, Array]) -> None:
+        self._arrays = dict(arrays)
+
+    def __getitem__(self, name: str) -> Array:
+        return self._arrays[name]
+
     def __setitem__(self, name: str, value: Array) -> None:
-        if value is not self[name]:
-            np.copyto(self[name], value, casting="same_kind")
+        array = self._arrays[name]
+        if value is not array:
+            if np.shape(value) != array.shape:
+                raise ValueError(
+                    f"{name!r} has shape {array.shape}. Received: shape {np.shape(value)}."
+                )
+            np.copyto(array, value, casting="same_kind")
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError(f"A worker keeps all its parameters; {name!r} cannot be removed.")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def __repr__(self) -> str:
+        return repr(self._arrays)
 
 
 class Worker:
@@ -81,6 +104,7 @@ class Worker:
         self.rule = rule
         self.layout = Layout.of(parameters, buffers)
         values = {**parameters, **(buffers or {})}
+        made_here = not isinstance(center, Center)
         if center is None:
             center = LocalCenter(self.layout, rule, values, use_locking=use_locking)
         elif not isinstance(center, Center):
@@ -91,14 +115,6 @@ class Worker:
             center.check_layout(self.layout)
         self.center = center
         self.local = Local(self.layout, rule, allocate)
-        self.member = center.join(rank, rule, timeout)
-        self.local_step = 0
-        self.start_step = self.member.start_step
-        self.exchanges = 0
-        self.exchange_seconds = 0.0
-        self._period = rule.period
-        self.finished = False
-        self.exchanged_at = 0  # the local step of the last exchange
         wide = self.layout.views(self.local.x)
         narrow = {e.name: e.dtype for e in self.layout.entries if e.dtype != e.center_dtype}
         # float16 parameters train in their own dtype and are widened for an exchange.
@@ -109,14 +125,25 @@ class Worker:
         self._a = self.layout.views(self.local.a) if self.local.a is not None else {}
         self._copy = self.layout.views(self.local.copy) if self.local.copy is not None else {}
         self._work = np.empty(0, np.uint8)
-        self.take_center()
-        run.note_worker(self)
+        self.local_step = 0
+        self.exchanges = 0
+        self.exchange_seconds = 0.0
+        self._period = rule.period
+        self.finished = False
+        self.exchanged_at = 0  # the local step of the last exchange
         try:
+            self.member = center.join(rank, rule, timeout)
+            self.start_step = self.member.start_step
+            self.take_center()
             if rule.synchronous if synchronous is None else synchronous:
                 self.member.barrier()
         except BaseException:
-            self.member.leave()
+            if made_here:
+                center.close()
+            elif hasattr(self, "member"):
+                self.member.leave()
             raise
+        run.note_worker(self)
 
     @property
     def rank(self) -> int:
@@ -174,8 +201,6 @@ class Worker:
         """Exchange with the center now."""
         self._check_observed()
         self._mark_exchanged(self.local)
-        for narrow, wide in self._narrow.values():
-            np.copyto(wide, narrow)
         self.exchange_with(self.local)
         self._narrow_down()
 
@@ -232,6 +257,8 @@ class Worker:
     def _mark_exchanged(self, local: Local) -> None:
         self.exchanged_at = self.local_step
         local.steps = self.start_step + self.local_step
+        for narrow, wide in self._narrow.values():
+            np.copyto(wide, narrow)
 
     def _check_observed(self) -> None:
         if self.rule.accumulates and not self.local.gradients:

@@ -44,7 +44,7 @@ def test_only_its_owner_may_look_inside(directory):
 
 def make_file(path):
     path.write_text("mine")
-    return path, "Cannot use .*File exists"
+    return path, "Cannot use .*Not a directory"
 
 
 def make_foreign(path):
@@ -146,14 +146,15 @@ def two_steps(directory):
 def test_memory_that_is_gone_comes_back_from_the_checkpoint(directory, caplog):
     center = two_steps(directory)
     center.save()
+    values, state = center.read(), center.memory.state.copy()
     center.close()
     shutil.rmtree(center._path.parent)
     with pytest.raises(CenterError, match=r"not in memory. Its last checkpoint is .*safetensors"):
         SharedCenter.open(directory)
     again = Worker(VALUES, ADAM, directory, 1)
     assert "memory was gone; going on from" in caplog.text
-    np.testing.assert_array_equal(again.center.read(), center.read())
-    np.testing.assert_array_equal(again.center.memory.state, center.memory.state)
+    np.testing.assert_array_equal(again.center.read(), values)
+    np.testing.assert_array_equal(again.center.memory.state, state)
     assert (again.center.version, again.start_step) == (2, 2)
     again.center.close()
 
@@ -203,5 +204,5 @@ def test_one_line_says_whose_values_count(directory, caplog):
     assert caplog.records == []
     create(directory, {"v": np.ones(4, np.float32)}).close()
     (record,) = caplog.records
-    assert record.levelname == "INFO"
+    assert record.levelname == "WARNING"
     assert "at version 0: its values replace this worker's own" in record.getMessage()

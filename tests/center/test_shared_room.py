@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from springline import ElasticAverage, SharedCenter, Worker
-from springline.center import CenterError, CheckpointError, Layout, shared
+from springline.center import CenterError, CheckpointError, Layout, place
 
 RULE = ElasticAverage(workers=2, period=1, moving_rate=0.5)
 VALUES = {"v": np.arange(4, dtype=np.float32)}
@@ -23,7 +23,7 @@ def create(directory, **options):
 
 def left_in(*places):
     """All files below some places, but for the lock file, which may stay."""
-    files = [p for place in places for p in Path(place).rglob("*") if p.is_file()]
+    files = [p for where in places for p in Path(where).rglob("*") if p.is_file()]
     return [p.name for p in files if p.name != "lock"]
 
 
@@ -32,11 +32,11 @@ import os, sys
 from pathlib import Path
 import numpy as np
 from springline import ElasticAverage, SharedCenter
-from springline.center import CenterError, Layout, shared
+from springline.center import CenterError, Layout, place
 
 directory, pages, lie = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "lie"
-shared.TMPFS = directory.parent / "shm"
-shared.TMPFS.mkdir()
+place.TMPFS = directory.parent / "shm"
+place.TMPFS.mkdir()
 if lie:
     os.statvfs = lambda _: os.statvfs_result([4096, 4096, 1 << 30, 1 << 30, 1 << 30] + [0] * 5)
 values = {"v": np.zeros(pages * 1024, np.float32)}
@@ -96,9 +96,9 @@ def test_a_creation_that_fails_leaves_no_memory(directory, tmpfs, tmp_path):
 @pytest.mark.parametrize("room", ["missing", "full"])
 def test_without_a_tmpfs_the_directory_serves(directory, tmp_path, monkeypatch, room):
     if room == "missing":
-        monkeypatch.setattr(shared, "TMPFS", tmp_path / "nowhere")
+        monkeypatch.setattr(place, "TMPFS", tmp_path / "nowhere")
     else:
-        monkeypatch.setattr(shared, "TMPFS", Path("/proc"))  # its statvfs tells of no room
+        monkeypatch.setattr(place, "TMPFS", Path("/proc"))  # its statvfs tells of no room
     worker = Worker(VALUES, RULE, directory)
     assert worker.center._path == directory / "center.memory"
     worker.parameters["v"] += 2

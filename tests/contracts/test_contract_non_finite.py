@@ -30,7 +30,7 @@ def poison(worker, name, index, value):
         gradient[index] = value
         worker.observe({name: gradient})
     else:
-        (worker.parameters | worker.buffers)[name][index] = value
+        {**worker.parameters, **worker.buffers}[name][index] = value
 
 
 @pytest.mark.parametrize(("tensor", "index"), BAD)
@@ -49,7 +49,7 @@ def test_a_bad_block_is_not_applied(place, name, value, tensor, index, together)
     before = good.center.values()
     if good.rule.synchronous:
         together(refused, good.exchange)
-        expected = good.parameters | good.buffers
+        expected = {**good.parameters, **good.buffers}
         assert expected["first"][0] == VALUES["first"][0] + 1
         for key, c in good.center.values().items():
             np.testing.assert_array_equal(c, expected[key])

@@ -17,8 +17,8 @@ from invariants import SUBJECTS, WORKERS, Snapshot
 from nursery import BUSY, CHILDREN, COLUMNS, DONE, LAST, LONGEST, open_board
 
 from springline.center import CenterError, SharedCenter
+from springline.center.place import TMPFS
 from springline.center.plan import EXCHANGES, STEPS
-from springline.center.shared import TMPFS
 
 NURSERY = Path(__file__).with_name("nursery.py")
 LONGEST_WAIT = 1.0  # seconds between two exchanges of a live worker

@@ -9,7 +9,7 @@ from itertools import count
 import pytest
 from launched import TRAINING, Command, RunOnDisk, alive, wait_for
 
-from springline.center import shared
+from springline.center import place
 from springline.launch.state import LaunchState
 
 
@@ -49,7 +49,7 @@ def start_command(tmp_path):
     for state in (LaunchState.read(path.parent) for path in tmp_path.rglob("launch.json")):
         for pid in [worker.pid for worker in state.workers if worker.pid]:
             wait_for(lambda pid=pid: not alive(pid))
-    for home in shared.TMPFS.glob("springline-*"):
+    for home in place.TMPFS.glob("springline-*"):
         owner = home / "run"
         if owner.exists() and owner.read_text().startswith(f"{tmp_path}/"):
             shutil.rmtree(home)

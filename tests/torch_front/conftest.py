@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from springline.center.memory import MemoryMember
+from springline.center.member import MemoryMember
 
 torch.set_num_threads(1)
 

@@ -140,12 +140,12 @@ class Center(ABC):
         """
 
     @abstractmethod
-    def save(self, path: Path) -> None:
+    def save(self, path: str | Path) -> None:
         """Write a checkpoint: the center, its version, settings and outer state."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the center's memory in this process."""
+        """Leave, with all members, and let go of the center in this process."""
 
     def check_layout(self, layout: Layout) -> None:
         """Refuse a model that differs from the center's; name the first difference."""

@@ -25,7 +25,8 @@ Spec = tuple[int, str, tuple[int, ...], float]  # parameter, key, shape, first v
 # Columns of the table, one row per rank. Each row has one writer at a time: its rank's process.
 EXCHANGES, STEPS, NANOSECONDS, SETTLED, CONTRIBUTED, ADOPTED, MEMBER_OF = range(7)
 COLUMNS = 8
-# The head, before the rows. Written under the round's lock.
+# The head, before the rows: the last closed round, whether all have started once, and the version
+# that the center was restored with.
 CLOSED, STARTED, BASE = range(3)
 
 

@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from springline.center.center import Local
-from springline.center.errors import NonFiniteError, RoundTimeoutError
-from springline.center.layout import Bytes
-from springline.center.locks import RANK, ROUND, SHARD
+from springline.center.layout import Bytes, Run
+from springline.center.locks import ROUND, SHARD
 from springline.center.plan import ADOPTED, CLOSED, CONTRIBUTED, MEMBER_OF, SETTLED
 from springline.center.waiting import wait_until
+from springline.rules.rule import CenterBlock, Rule
 
 if TYPE_CHECKING:
-    from springline.center.memory import Block, MemoryCenter, MemoryMember
+    from springline.center.member import Block, MemoryMember
+    from springline.center.memory import MemoryCenter
 
 
 class Rounds:
@@ -39,61 +40,65 @@ class Rounds:
         self._row = member.row
         self._new = True
 
-    def enter(self) -> None:
-        """Become a member: of the open round if nobody waits in it yet, else of the next."""
+    def enter(self, centers: list[list[tuple[Run, Rule, CenterBlock]]]) -> None:
+        """Become a member: of the open round if nobody waits in it yet, else of the next.
+
+        Whoever had this rank may have died after a round was closed: it is reduced first, so that
+        who joins takes a whole center.
+        """
         with self._locks.hold(ROUND):
             this = self._open_round()
             self._row[CONTRIBUTED] = self._row[ADOPTED] = 0
             self._row[SETTLED] = this if self._contributors(this) else this - 1
+        self._centers = centers
+        self._reduce(None)
 
     def exchange(self, shards: list[list[Block]], local: Local) -> None:
         """Take part in one round."""
-        this = self._my_round(shards)
+        this = self._my_round()
+        done = False
         try:
             self._contribute(shards, local)
-        except NonFiniteError:
-            self._settle(this, contributed=False)
-            raise
-        self._settle(this, contributed=True)
-        try:
+            self._settle(this, contributed=True)
             wait_until(
                 lambda: self._closed(this),
                 lambda: self._pending(this),
                 self._member.timeout,
                 f"round {this}",
             )
-        except RoundTimeoutError:
-            with self._locks.hold(ROUND):
-                if self._memory.head[CLOSED] < this:
-                    self._row[CONTRIBUTED] = 0  # the round can close without us
-                    raise
-        try:
-            self._reduce(this, shards, adopt=True)
+            self._reduce(shards)
+            done = True
         finally:
             self._row[ADOPTED] = this
+            if not done:
+                self._withdraw(this)
+
+    def _withdraw(self, this: int) -> None:
+        """Leave a round that we cannot finish, so that nobody waits for us in it."""
+        with self._locks.hold(ROUND):
+            if self._memory.head[CLOSED] < this:
+                self._row[CONTRIBUTED] = 0
+                self._row[SETTLED] = this
+        self._new = True  # others may still be reading our slot
 
     def _open_round(self) -> int:
         return int(self._memory.head[CLOSED]) + 1
 
-    def _live(self) -> list[int]:
-        return [r for r in range(self._center.plan.workers) if self._locks.held(RANK + r)]
-
     def _contributors(self, this: int) -> list[int]:
-        return [r for r in self._live() if self._memory.ranks[r, CONTRIBUTED] == this]
+        return [r for r in self._center.members() if self._memory.ranks[r, CONTRIBUTED] == this]
 
     def _pending(self, this: int) -> list[int]:
-        return [r for r in self._live() if self._memory.ranks[r, SETTLED] < this]
+        return [r for r in self._center.members() if self._memory.ranks[r, SETTLED] < this]
 
-    def _my_round(self, shards: list[list[Block]]) -> int:
+    def _my_round(self) -> int:
         """Return the round to contribute to, after waiting for the one we have no part in."""
         if self._new:
-            # Whoever had this rank may have died in the middle of a round.
-            self._reduce(int(self._memory.head[CLOSED]), shards, adopt=False)
+            self._reduce(None)
         if self._new or not self._center.plan.use_locking:
             # Somebody may still be reading our slot: our predecessor's, or without locks also our
             # own, since then two may reduce the same shard.
             wait_until(
-                lambda: not self._adopting(),
+                lambda: self._here() and not self._adopting(),
                 self._adopting,
                 self._member.timeout,
                 "the last round to end",
@@ -101,6 +106,7 @@ class Rounds:
         self._new = False
 
         def may_contribute() -> bool:
+            self._here()
             with self._locks.hold(ROUND):
                 this = self._open_round()
                 if self._row[SETTLED] < this:
@@ -123,7 +129,7 @@ class Rounds:
         closed, ranks = self._memory.head[CLOSED], self._memory.ranks
         return [
             r
-            for r in self._live()
+            for r in self._center.members()
             if r != self._member.rank
             and ranks[r, CONTRIBUTED] == closed != 0
             and ranks[r, ADOPTED] < closed
@@ -140,7 +146,13 @@ class Rounds:
             self._row[CONTRIBUTED] = this if contributed else 0
             self._row[SETTLED] = this
 
+    def _here(self) -> bool:
+        """Raise if we have left meanwhile: from a signal handler, or another thread."""
+        self._member.check_here()
+        return True
+
     def _closed(self, this: int) -> bool:
+        self._here()
         if self._memory.head[CLOSED] < this:
             with self._locks.hold(ROUND):
                 self._close(this)
@@ -157,25 +169,35 @@ class Rounds:
             members[contributors] = this
             self._memory.head[CLOSED] = this
 
-    def _reduce(self, this: int, shards: list[list[Block]], adopt: bool) -> None:
-        """Reduce the shards that nobody has reduced yet, starting at our own part of them."""
-        ranks, reduced, n = self._memory.ranks, self._memory.reduced, len(shards)
-        slots = [self._memory.slots[r] for r in np.flatnonzero(ranks[:, MEMBER_OF] == this)]
+    def _reduce(self, shards: list[list[Block]] | None) -> None:
+        """Reduce the shards of the closed round that nobody has reduced yet.
+
+        We start at our own part of them, so that all share the work.
+
+        Args:
+            shards: our blocks, which adopt the round; None to finish a round of others.
+        """
+        with self._locks.hold(ROUND):
+            this = int(self._memory.head[CLOSED])
+            members = np.flatnonzero(self._memory.ranks[:, MEMBER_OF] == this)
+        slots = [self._memory.slots[r] for r in members]
+        reduced, n = self._memory.reduced, len(self._centers)
         first = self._member.rank * n // self._center.plan.workers
-        todo = [(first + k) % n for k in range(n)] if this else []
+        todo = [(first + k) % n for k in range(n)] if this and slots else []
         while todo:
             busy = []
             for k in todo:
                 if reduced[k] >= this:
-                    if adopt:
-                        for block in shards[k]:
-                            block.rule.adopt(block.local, block.local.x, block.center.c)
+                    if shards:
+                        with self._center.shard_lock(k):
+                            for block in shards[k]:
+                                block.rule.adopt(block.local, block.local.x, block.center.c)
                 elif not self._take(k):
                     busy.append(k)
                 else:
                     try:
                         if reduced[k] < this:
-                            self._reduce_shard(shards[k], slots, adopt)
+                            self._reduce_shard(k, slots, shards)
                             reduced[k] = this
                         else:  # just now, by another, whose slot may be in use for the next round
                             busy.append(k)
@@ -185,11 +207,12 @@ class Rounds:
             if busy:
                 time.sleep(50e-6)
 
-    def _reduce_shard(self, blocks: list[Block], slots: list[Bytes], adopt: bool) -> None:
-        for block in blocks:
-            block.rule.merge(block.center, [block.run.view(slot) for slot in slots], 0.0)
-            if adopt:
-                block.rule.adopt(block.local, block.local.x, block.center.c)
+    def _reduce_shard(self, k: int, slots: list[Bytes], shards: list[list[Block]] | None) -> None:
+        for i, (run, rule, center) in enumerate(self._centers[k]):
+            rule.merge(center, [run.view(slot) for slot in slots], 0.0)
+            if shards:
+                block = shards[k][i]
+                rule.adopt(block.local, block.local.x, center.c)
 
     def _take(self, shard: int) -> bool:
         return not self._center.plan.use_locking or self._locks.take(SHARD + shard)

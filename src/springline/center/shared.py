@@ -12,15 +12,11 @@ whoever opens the directory next goes on from the last checkpoint.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
-import mmap
 import os
-import shutil
 import socket
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,17 +27,15 @@ from springline.center import checkpoint
 from springline.center.errors import CenterError
 from springline.center.layout import Bytes, Layout
 from springline.center.locks import CREATE, RecordLocks
-from springline.center.memory import MemoryCenter, MemoryMember, check_settings
+from springline.center.member import MemoryMember
+from springline.center.memory import MemoryCenter, check_settings
+from springline.center.place import MEMORY_NAME, free, map_memory, new_memory, sweep
 from springline.center.plan import Plan
 from springline.rules.rule import Rule
 
-if sys.platform != "win32":
-    import fcntl
-
-TMPFS = Path("/dev/shm")  # noqa: S108 - memory directories there get unguessable names and 0700
 _FORMAT = 1
 LAYOUT_NAME, CHECKPOINT_NAME = "layout.json", "checkpoint.safetensors"
-_LOCK, _MEMORY, _OWNER = "lock", "center.memory", "run"
+_LOCK = "lock"
 _log = logging.getLogger("springline")
 
 
@@ -50,12 +44,13 @@ class SharedCenter(MemoryCenter):
 
     by_path: ClassVar[bool] = True
 
-    def __init__(self, directory: Path, plan: Plan, path: Path, locks: RecordLocks) -> None:
-        super().__init__(plan, _map(path, plan.nbytes), locks)
+    def __init__(
+        self, directory: Path, plan: Plan, path: Path, raw: Bytes, locks: RecordLocks
+    ) -> None:
+        super().__init__(plan, raw, locks)
         self.directory = directory
         self._path = path
         self._record_locks = locks
-        self._closed = False
 
     @classmethod
     def create_or_join(
@@ -81,7 +76,7 @@ class SharedCenter(MemoryCenter):
         """
         directory = _claim(Path(directory))
         plan = Plan.of(layout, rule, use_locking)
-        locks = RecordLocks.of(directory / _LOCK)
+        locks = _open_locks(directory)
         try:
             with locks.hold(CREATE):
                 found = _read_layout(directory)
@@ -93,7 +88,8 @@ class SharedCenter(MemoryCenter):
                 else:
                     existing, path = found
                     if path.exists():
-                        center = cls(directory, existing, path, locks)
+                        raw = map_memory(path, existing.nbytes)
+                        center = cls(directory, existing, path, raw, locks)
                     else:
                         center = cls._recover(directory, existing, locks)
                     center.check_layout(layout)
@@ -113,31 +109,43 @@ class SharedCenter(MemoryCenter):
         if found is None:
             raise CenterError(f"There is no center in {directory}. Start a run there first.")
         plan, path = found
-        if not path.exists():
+        try:
+            raw = map_memory(path, plan.nbytes)
+        except FileNotFoundError as error:
             raise CenterError(
                 f"The center in {directory} is not in memory. Its last checkpoint is "
                 f"{checkpoint.newest(directory / CHECKPOINT_NAME) or 'missing'}."
-            )
-        return cls(directory, plan, path, RecordLocks.of(directory / _LOCK))
+            ) from error
+        return cls(directory, plan, path, raw, _open_locks(directory))
 
     def join(self, rank: int, rule: Rule, timeout: float | None = None) -> MemoryMember:
         """Become the worker of that rank."""
+        self.check_process()
         with self.locks.hold(CREATE):
-            if not self._path.exists():
-                raise CenterError(f"The center in {self.directory} was retired; open it again.")
+            self.check_current()
             return super().join(rank, rule, timeout)
 
-    def save(self, path: Path | None = None) -> None:
+    def save(self, path: str | Path | None = None) -> None:
         """Write a checkpoint, by default the directory's own."""
-        super().save(path or self.directory / CHECKPOINT_NAME)
+        super().save(Path(path or self.directory / CHECKPOINT_NAME))
+
+    def check_current(self) -> None:
+        """Refuse a center whose directory has other memory now, or none."""
+        found = _read_layout(self.directory)
+        if found is None or found[1] != self._path or not self._path.exists():
+            raise CenterError(f"The center in {self.directory} was retired; open it again.")
 
     def retire(self) -> None:
-        """Save a checkpoint and free the memory. Whoever opens the directory next restores it."""
+        """Save a checkpoint and free the memory, as soon as no process maps it any more.
+
+        Whoever creates or joins a center in the directory next goes on from the checkpoint.
+        """
+        self.check_process()
         with self.locks.hold(CREATE):
             if self.members():
                 raise CenterError(f"Workers are still members: ranks {self.members()}.")
             self.save()
-            _free(self._path, self.directory)
+            free(self._path, self.directory)
         self.close()
 
     def close(self) -> None:
@@ -151,13 +159,14 @@ class SharedCenter(MemoryCenter):
     @contextlib.contextmanager
     def _new(cls, directory: Path, plan: Plan, locks: RecordLocks) -> Iterator[SharedCenter]:
         """Make a center's memory; what fills it decides whether the center comes to be."""
-        path = _new_memory(directory, plan.nbytes)
+        sweep(_memory_of, directory)
+        path, raw = new_memory(directory, plan.nbytes)
         try:
-            center = cls(directory, plan, path, locks)
+            center = cls(directory, plan, path, raw, locks)
             yield center
             center._publish()
         except BaseException:
-            _free(path, directory)
+            free(path, directory)
             raise
 
     def _publish(self) -> None:
@@ -192,7 +201,7 @@ class SharedCenter(MemoryCenter):
     def _say_whose_values(self, values: Mapping[str, Any]) -> None:
         ours = self.layout.views(self.memory.center)
         if any(not np.array_equal(ours[n], v) for n, v in values.items() if n in ours):
-            _log.info(
+            _log.warning(
                 "Joined the center in %s at version %d: its values replace this worker's own.",
                 self.directory,
                 self.version,
@@ -212,12 +221,15 @@ def _claim(directory: Path) -> Path:
     _check_platform()
     try:
         directory = directory.absolute()
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for new in reversed([p for p in (directory, *directory.parents) if not p.exists()]):
+            new.mkdir(mode=0o700, exist_ok=True)
         owner = directory.stat().st_uid
         names = {p.name for p in directory.iterdir()}
-        if owner == os.getuid() and names and not names & {LAYOUT_NAME, _LOCK}:
+        begun = {_LOCK, MEMORY_NAME}  # by a creator that was killed
+        others = sorted(n for n in names - begun if not n.startswith(f".{LAYOUT_NAME}"))
+        if owner == os.getuid() and others and LAYOUT_NAME not in names:
             raise CenterError(
-                f"{directory} is not a center's directory: it holds {sorted(names)[0]!r}. "
+                f"{directory} is not a center's directory: it holds {others[0]!r}. "
                 "Give a new or an empty one."
             )
         if owner != os.getuid():
@@ -243,57 +255,22 @@ def _read_layout(directory: Path) -> tuple[Plan, Path] | None:
             f"{directory / LAYOUT_NAME} is not of a center that this springline can read. "
             "Start in a new directory."
         )
-    return Plan.from_json(values["plan"]), directory / values["memory"]
-
-
-def _map(path: Path, nbytes: int) -> Bytes:
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        if os.fstat(fd).st_size < nbytes:
-            raise CenterError(f"{path} is shorter than the center it should hold.")
-        fcntl.flock(fd, fcntl.LOCK_SH)  # for as long as it is mapped: nobody sweeps it
-        return np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
-    finally:
-        os.close(fd)
+        return Plan.from_json(values["plan"]), directory / values["memory"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CenterError(f"{directory / LAYOUT_NAME} is damaged: {error!r}.") from error
 
 
-def _new_memory(directory: Path, nbytes: int) -> Path:
-    """Make a file where there is room for it, all of it reserved."""
-    _sweep()
-    room = {}
-    for place in (TMPFS, directory):
-        if not place.is_dir():
-            continue
-        status = os.statvfs(place)
-        room[place] = status.f_bavail * status.f_frsize
-        if room[place] < nbytes:
-            continue
-        home = directory
-        if place == TMPFS:
-            home = Path(tempfile.mkdtemp(prefix="springline-", dir=TMPFS))
-        path = home / _MEMORY
-        try:
-            if place == TMPFS:
-                (home / _OWNER).touch(mode=0o600)
-                (home / _OWNER).write_text(str(directory), "utf-8")
-            _reserve(path, nbytes)
-        except OSError as error:
-            _free(path, directory)
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise
-        else:
-            return path
-    free = ", ".join(f"{place} has {size / 1e9:.1f} GB" for place, size in room.items())
-    raise CenterError(f"No room for a center of {nbytes / 1e9:.1f} GB: {free}. Free some.")
+def _memory_of(directory: Path) -> Path | None:
+    found = _read_layout(directory)
+    return None if found is None else found[1]
 
 
-def _reserve(path: Path, nbytes: int) -> None:
-    path.unlink(missing_ok=True)  # left by a creator that was killed
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+def _open_locks(directory: Path) -> RecordLocks:
     try:
-        os.posix_fallocate(fd, 0, nbytes)  # a full tmpfs would be a SIGBUS later
-    finally:
-        os.close(fd)
+        return RecordLocks.of(directory / _LOCK)
+    except OSError as error:
+        raise CenterError(f"Cannot open {directory / _LOCK}: {error.strerror}.") from error
 
 
 def write_private(path: Path, text: str) -> None:
@@ -308,35 +285,3 @@ def write_private(path: Path, text: str) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _free(memory: Path, directory: Path) -> None:
-    if memory.parent == directory:
-        memory.unlink(missing_ok=True)
-    else:
-        shutil.rmtree(memory.parent, ignore_errors=True)
-
-
-def _sweep() -> None:
-    """Free the memory of our centers that nobody maps and whose directory knows it no more."""
-    for home in TMPFS.glob("springline-*"):
-        with contextlib.suppress(OSError, CenterError):
-            directory = Path((home / _OWNER).read_text("utf-8"))
-            if home.stat().st_uid == os.getuid():
-                found = _read_layout(directory)
-                lost = not directory.exists() or (found and found[1].parent != home)
-                if lost and not _is_mapped(home / _MEMORY):
-                    shutil.rmtree(home, ignore_errors=True)
-
-
-def _is_mapped(memory: Path) -> bool:
-    if not memory.exists():
-        return False
-    fd = os.open(memory, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False

@@ -8,13 +8,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from springline.rules.average import ModelAverage
 from springline.rules.rule import Array, CenterBlock, LocalBlock, Rule
 
 
 def buffer_rule(rule: Rule) -> Rule:
-    """Return the rule for buffers beside `rule`: model averaging's own, else `BufferAverage`."""
-    if isinstance(rule, ModelAverage):
+    """Return the rule for buffers beside `rule`: a round takes their mean as it does of all."""
+    if rule.synchronous:
         return rule
     return BufferAverage(period=rule.period, workers=rule.workers)
 
@@ -39,7 +38,8 @@ class BufferAverage(Rule):
     def merge(self, center: CenterBlock, messages: Sequence[Array], rate: float) -> None:
         """`c ← c + (b − c)/p`."""
         for message in messages:
-            np.add(center.c, message, out=center.c)
+            np.add(center.c, message, out=center.work)
+            np.copyto(center.c, center.work)
 
     def adopt(self, local: LocalBlock, message: Array, c: Array) -> None:
         """`b ← c`."""

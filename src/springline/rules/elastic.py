@@ -90,7 +90,8 @@ class ElasticAverage(Rule):
     def merge(self, center: CenterBlock, messages: Sequence[Array], rate: float) -> None:
         """`c ← c + δ`."""
         for δ in messages:
-            np.add(center.c, δ, out=center.c)
+            np.add(center.c, δ, out=center.work)  # without locks even this may overflow
+            np.copyto(center.c, center.work)
 
     def adopt(self, local: LocalBlock, message: Array, c: Array) -> None:
         """`x ← x − δ`."""

@@ -54,6 +54,7 @@ class _Elementwise:
     kind: ClassVar[str]
     elementwise: ClassVar[bool] = True
     at_least_zero: ClassVar[tuple[str, ...]] = ()
+    above_zero: ClassVar[tuple[str, ...]] = ()
     below_one: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
@@ -63,6 +64,11 @@ class _Elementwise:
                 raise ValueError(
                     f"`{name}` must be a number with 0 <= {name} < {top:g}. "
                     f"Received: {name}={value!r}."
+                )
+        for name in self.above_zero:
+            if not 0 < getattr(self, name) < np.inf:
+                raise ValueError(
+                    f"`{name}` must be a number above 0. Received: {name}={getattr(self, name)!r}."
                 )
 
     def settings(self) -> dict[str, Any]:
@@ -151,7 +157,7 @@ class Adam(_Elementwise):
     epsilon: float = 1e-8
 
     kind: ClassVar[str] = "adam"
-    at_least_zero: ClassVar[tuple[str, ...]] = ("epsilon",)
+    above_zero: ClassVar[tuple[str, ...]] = ("epsilon",)
     below_one: ClassVar[tuple[str, ...]] = ("beta1", "beta2")
 
     def state(self, name: str, shape: Shape) -> dict[str, tuple[Shape, float]]:
@@ -168,10 +174,13 @@ class Adam(_Elementwise):
         np.multiply(g, g, out=work)
         np.subtract(work, v, out=work)
         np.multiply(work, 1 - self.beta2, out=work)
-        np.add(v, work, out=v)  # v + (1−β₂)(g² − v)
+        np.add(v, work, out=work)  # v + (1−β₂)(g² − v)
+        np.maximum(work, 0, out=work)  # without locks the two v may differ
+        np.copyto(v, work)
         np.subtract(g, m, out=work)
         np.multiply(work, 1 - self.beta1, out=work)
-        np.add(m, work, out=m)
+        np.add(m, work, out=work)
+        np.copyto(m, work)
         np.sqrt(v, out=work)
         np.add(work, self.epsilon, out=work)
         np.divide(m, work, out=work)
