@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Mapping
 from datetime import datetime
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -67,7 +68,7 @@ def new_model() -> Arrays:
     return {"weight": np.zeros((64, 10), np.float32), "bias": np.zeros(10, np.float32)}
 
 
-def gradients_of(model: Arrays, images: Array, labels: Array) -> Arrays:
+def gradients_of(model: Mapping[str, Array], images: Array, labels: Array) -> Arrays:
     """Gradients of the mean cross-entropy."""
     scores = images @ model["weight"] + model["bias"]
     scores = np.exp(scores - scores.max(axis=1, keepdims=True))
