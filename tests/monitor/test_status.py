@@ -2,6 +2,7 @@
 
 import math
 import os
+from functools import partial
 
 import pytest
 from made import MODEL, NBYTES, START, center, count, launch, launcher_alive, log
@@ -9,6 +10,7 @@ from made import MODEL, NBYTES, START, center, count, launch, launcher_alive, lo
 from springline import AGN, ElasticAverage, ModelAverage, SharedCenter, Worker
 from springline.center import CenterError
 from springline.monitor.status import NotARunError, StatusReader, WorkerStatus, read_status
+from springline.rules import SGD
 
 
 @pytest.fixture
@@ -204,7 +206,7 @@ def test_the_checkpoints_age_without_a_launcher(directory, clock):
     shared.close()
 
 
-@pytest.mark.parametrize("rule", [ElasticAverage, ModelAverage, AGN])
+@pytest.mark.parametrize("rule", [ElasticAverage, ModelAverage, partial(AGN, optimizer=SGD(0.1))])
 def test_after_the_centers_memory_is_gone(directory, reader, rule):
     shared = center(directory, rule(period=10, workers=2))
     for rank in (0, 1):

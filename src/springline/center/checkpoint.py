@@ -57,6 +57,8 @@ def write(
         "settings": plan.settings,
         "layout": plan.layout.to_json(),
     }
+    for stale in path.parent.glob(f".{path.name}.*"):  # of a process that was killed while saving
+        stale.unlink(missing_ok=True)
     good = newest(path) == path  # a damaged one must not take the place of the good one before it
     write_tensors(path, _tensors(plan, center, state), {_HEADER: json.dumps(header)}, keep=good)
 
@@ -118,6 +120,10 @@ def describe(path: Path) -> Saved:
             text = (file.metadata() or {}).get(_HEADER)
     except SafetensorError as error:
         raise _damaged(path, error) from error
+    except FileNotFoundError:
+        raise
+    except OSError as error:  # a directory, for instance
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
     if text is None:
         raise CheckpointError(f"{path} is a safetensors file but no checkpoint of a center.")
     try:
