@@ -115,8 +115,8 @@ def _exchange(case: Case) -> Times:
     times = Times()
     with _wrapped(case, model, NEVER) as ours:
         for n in range(case.pairs + 2):  # the first ones make views and fault pages in
-            ours.step()  # so that AGN has something to send
             copy = _timed(lambda: np.copyto(target, source))
+            ours.step()  # as in training, an exchange comes right after a step
             exchange = _timed(ours._exchange)
             if n >= 2:
                 times.bare.append(copy)

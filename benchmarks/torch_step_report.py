@@ -150,8 +150,9 @@ _READING = f"""\
 There is one worker, with a shared center. The bare optimizer is the one that is wrapped: it and
 ours step the same tensors in one process, one after the other, and who is first changes with every
 pair; figures are medians (quartiles) over the pairs. An exchange is compared with a memcpy of as
-many bytes between two private buffers, made just before it. AGN adds the gradient up in every step:
-that one pass, `a += g`, is measured beside it and added to the bare step before they are compared.
+many bytes between two private buffers; it comes right after a step, as in training. AGN adds the
+gradient up in every step: that one pass, `a += g`, is measured beside it and added to the bare step
+before they are compared.
 A training step is forward, backward and the optimizer's step; it is the mean over whole periods of
 {PERIOD} steps, each with one exchange, whatever of it runs in the background included.
 
