@@ -61,7 +61,7 @@ def train(
                 group["lr"] = rate(step, args)
             loss = model.loss(batch(text, step, args))
             opt.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             opt.step()
             if springline.rank() == 0 and (step + 1) % every == 0 and step + 1 < args.steps:
@@ -96,7 +96,7 @@ def main() -> None:
     )
     if args.rule != "alone":
         opt = wrap(opt, model, args)
-    model.loss(batch(text, 0, args)).backward()  # type: ignore[no-untyped-call] # first is slow
+    model.loss(batch(text, 0, args)).backward()  # first is slow
     opt.zero_grad()
     copies, finite = train(model, opt, text, args)
     if springline.rank() != 0:

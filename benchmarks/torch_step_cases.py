@@ -165,7 +165,7 @@ def _passes(case: Case, model: nn.Module, many: int) -> list[float]:
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
     optimizer.zero_grad()
-    nn.functional.mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
+    nn.functional.mse_loss(model(x), y).backward()
     optimizer.step()
 
 

@@ -84,7 +84,7 @@ def main() -> None:
         images, labels = batch(data, step, args)
         loss = nn.functional.cross_entropy(model(images), labels)
         opt.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         opt.step()
         springline.log(loss=loss.item())
         if step % EVALUATE_EVERY == 0 and springline.rank() == 0:

@@ -51,7 +51,7 @@ def main() -> None:
         with mixed:
             loss = nn.functional.cross_entropy(model(images), labels)
         opt.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         opt.step()
         springline.log(loss=loss.item())
     opt.finish()

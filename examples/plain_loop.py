@@ -28,7 +28,7 @@ def train_before(data: Digits, steps: int) -> float:
     for step in range(steps):
         loss = loss_of(model, *batch(data, step, 0, 1))
         opt.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         opt.step()
     return evaluate(model, data)
 
@@ -40,7 +40,7 @@ def train_after(data: Digits, steps: int) -> float:
     for step in springline.steps(steps):
         loss = loss_of(model, *batch(data, step, springline.rank(), springline.workers()))
         opt.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         opt.step()
         springline.log(loss=loss.item())
     opt.finish()

@@ -70,7 +70,7 @@ def main() -> None:
         images, labels = batch(data, step)
         loss = nn.functional.cross_entropy(model(images), labels)
         opt.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         opt.step()
         if step % 10 == 0:
             springline.log(loss=loss.item())

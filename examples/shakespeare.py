@@ -116,7 +116,7 @@ def train(
             group["lr"] = rate(step, args)
         loss = model.loss(batch(text, step, args))
         opt.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         opt.step()
         if step % LOG_EVERY == 0:

@@ -54,7 +54,7 @@ def work(rule: str, steps: int, period: int) -> None:
         rows = np.random.default_rng([springline.rank(), step]).integers(len(data.images), size=32)
         loss = loss_of(model, data.images[rows], data.labels[rows])
         opt.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         time.sleep(STEP * SLOWER if slow else STEP)
         opt.step()
         springline.log(loss=loss.item())
