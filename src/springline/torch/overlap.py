@@ -31,8 +31,12 @@ class Overlap:
         self._flight: Future[None] | None = None
         self._reply = Local(worker.layout, worker.rule)  # s, then s'
         self._snapshot = worker.layout.allocate()  # s
-        views = (worker.layout.views(b) for b in (worker.local.x, self._snapshot, self._reply.x))
-        self._views = list(zip(*(view.values() for view in views), strict=True))
+        layout, buffers = worker.layout, (worker.local.x, self._snapshot, self._reply.x)
+        self._blocks = [  # as in an exchange, so that a block stays in cache while it is folded
+            tuple(block.view(buffer) for buffer in buffers)
+            for shard in layout.shards(whole=False)
+            for block in layout.blocks(shard, whole=False, elementwise=True)
+        ]
         self._jobs: Jobs = SimpleQueue()
         # A daemon: a script that ends with an error does not wait for its exchange.
         threading.Thread(
@@ -60,7 +64,7 @@ class Overlap:
         self._flight = None
         self._binding.gather()
         with np.errstate(all="ignore"):  # after an error `s` may hold NaN, and then `x` does too
-            for x, s, reply in self._views:
+            for x, s, reply in self._blocks:
                 np.subtract(x, s, out=x)
                 np.add(x, reply, out=x)
         self._binding.scatter()
@@ -79,12 +83,12 @@ class Overlap:
     def _start(self) -> None:
         self._binding.gather()
         self._worker.snapshot(self._reply)
-        np.copyto(self._snapshot, self._reply.x)
         flight: Future[None] = Future()
-        worker, reply = self._worker, self._reply
+        worker, reply, snapshot = self._worker, self._reply, self._snapshot
 
         def exchange() -> None:
             try:
+                np.copyto(snapshot, reply.x)  # here, so that the training loop makes one copy only
                 worker.exchange_with(reply)
             except BaseException as error:  # it is raised in the training loop
                 flight.set_exception(error)
