@@ -208,6 +208,9 @@ class CenterOptimizer(Wrapper):
                 self.finish()
             except Exception:
                 _log.exception("The last exchange failed")
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(1)  # an exit handler has no other way to say so
 
     def _add(self, group: Group) -> None:
         self._check_not_swapped()
