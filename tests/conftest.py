@@ -4,11 +4,18 @@ import contextlib
 import multiprocessing
 import os
 import shutil
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 for library in ("OPENBLAS", "OMP"):  # before numpy is imported, here and in every process we start
     os.environ.setdefault(f"{library}_NUM_THREADS", "1")
+
+# Started by nohup, or in the background by a shell, we would hand these on to every process as
+# ignored, and none could be stopped by them.
+for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
 
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
