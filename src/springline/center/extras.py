@@ -38,7 +38,8 @@ def with_extras(directory: Path, values: Mapping[str, NDArray[Any]]) -> dict[str
     whole = dict(values)
     if (directory / NAME).exists():
         with safe_open(directory / NAME, framework="np") as file:
-            whole |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            names = file.keys()  # the file itself cannot be iterated over
+            whole |= {name: file.get_tensor(name) for name in names}
             aliases = json.loads((file.metadata() or {}).get(_ALIASES, "{}"))
         whole |= {alias: values[name].copy() for alias, name in aliases.items()}
     return whole

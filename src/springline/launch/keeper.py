@@ -143,7 +143,8 @@ def _modified(path: Path) -> float | None:
 def _read(path: Path, prefix: str) -> dict[str, NDArray[Any]]:
     try:
         with safe_open(path, framework="np") as file:
-            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
-            return {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+            names = file.keys()  # the file itself cannot be iterated over
+            ours = [name for name in names if name.startswith(prefix)]
+            return {name.removeprefix(prefix): file.get_tensor(name) for name in ours}
     except (OSError, SafetensorError) as error:
         raise LaunchError(f"{path} cannot be read ({error}).") from error

@@ -48,7 +48,7 @@ def draw(directory: str | Path, path: Path | None = None) -> Path | None:
     directory = Path(directory)
     path = path or directory / "plot.png"
     try:
-        import matplotlib.figure  # noqa: F401
+        import matplotlib.figure  # noqa: F401 - asks whether the extra is there
     except ImportError:
         _log.warning("No plot: matplotlib is missing. `pip install springline[plots]` brings it.")
         return None

@@ -1,7 +1,7 @@
 """PyTorch: wrap your optimizer, keep your training loop."""
 
 try:
-    import torch as _torch  # noqa: F401
+    import torch as _torch  # noqa: F401 - asks whether the extra is there
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "springline.torch needs PyTorch. Install it with: pip install 'springline[torch]'",
