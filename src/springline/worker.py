@@ -211,17 +211,13 @@ class Worker:
         self.exchanges += 1
         self.exchange_seconds += time.perf_counter() - start
 
-    def snapshot(self, into: Local) -> None:
-        """Copy all that an exchange needs, for `exchange_with`, and accumulate from 0 again."""
+    def hand_over(self, into: Local) -> None:
+        """Copy all that an exchange needs beside `x` and `a`, and accumulate from 0 again."""
         self._mark_exchanged(into)
-        local = self.local
-        np.copyto(into.x, local.x)
-        if into.a is not None and local.a is not None:
-            np.copyto(into.a, local.a)
-        into.gradients = local.gradients
-        into.seen[:] = local.seen
-        into.rates[:] = local.rates
-        local.forget_gradients()
+        into.gradients = self.local.gradients
+        into.seen[:] = self.local.seen
+        into.rates[:] = self.local.rates
+        self.local.forget_gradients()
 
     def set_learning_rate(self, rate: float | Mapping[str, float]) -> None:
         """Set the rate that travels with AGN's messages: one for all, or one per parameter."""

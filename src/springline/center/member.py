@@ -6,6 +6,7 @@ block by block, so that a block is still in cache when it is merged and adopted.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -22,7 +23,7 @@ from springline.center.plan import EXCHANGES, NANOSECONDS, STARTED, STEPS
 from springline.center.rounds import Rounds
 from springline.center.waiting import wait_until
 from springline.rules.buffers import buffer_rule
-from springline.rules.rule import CenterBlock, LocalBlock, Rule, is_finite
+from springline.rules.rule import CenterBlock, LocalBlock, Rule, size
 
 if TYPE_CHECKING:
     from springline.center.memory import MemoryCenter
@@ -138,8 +139,10 @@ class MemoryMember(Member):
             message = block.rule.contribute(block.local, block.center.c, local.gradients)
         except FloatingPointError as error:
             raise self.non_finite(block, block.local.message) from error
-        if not is_finite(message):
+        square = size(message)
+        if math.isnan(square):
             raise self.non_finite(block, message)
+        block.center.large = square == math.inf
         return message
 
     def non_finite(self, block: Block, message: NDArray[Any]) -> NonFiniteError:

@@ -89,9 +89,11 @@ class ElasticAverage(Rule):
 
     def merge(self, center: CenterBlock, messages: Sequence[Array], rate: float) -> None:
         """`c ← c + δ`."""
+        sum_ = center.work if center.large else center.c
         for δ in messages:
-            np.add(center.c, δ, out=center.work)  # without locks even this may overflow
-            np.copyto(center.c, center.work)
+            np.add(center.c, δ, out=sum_)
+            if center.large:
+                np.copyto(center.c, sum_)
 
     def adopt(self, local: LocalBlock, message: Array, c: Array) -> None:
         """`x ← x − δ`."""

@@ -45,6 +45,7 @@ class CenterBlock:
     work: Array  # room for intermediate results, so that c itself never holds one
     state: Mapping[str, Array] = field(default_factory=dict)  # the outer optimizer's
     name: str = ""  # the parameter, where a block belongs to one
+    large: bool = True  # whether adding the message to a finite c may overflow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,23 +103,30 @@ class Rule(ABC):
         """Add to the gradient `g` what the rule adds to the loss; nothing unless a rule says so."""
 
 
-def is_finite(values: Array) -> bool:
-    """Whether a block holds no NaN and no Inf, in one pass over memory.
+def size(values: Array) -> float:
+    """Return a block's sum of squares in one pass: NaN if it holds a NaN or an Inf.
 
-    A NaN or an Inf makes the sum of squares non-finite. So can large finite values; only then is
-    every element looked at.
+    Infinite is the sum of finite values that are too large to be squared. If it is finite, no value
+    is above the square root of the largest number, far below that number's last digit: to add such
+    a block to a finite one can not overflow.
 
     >>> with np.errstate(over="raise"):  # as in an exchange
-    ...     is_finite(np.array([1.0, 3e38], np.float32)), is_finite(np.array([1.0, np.nan]))
-    (True, False)
+    ...     [size(np.array(x, np.float32)) for x in ([1.0, 2.0], [1.0, 3e38], [1.0, np.inf])]
+    [5.0, inf, nan]
     """
     flat = values.ravel()
     try:
-        if math.isfinite(np.dot(flat, flat)):
-            return True
+        square = float(np.dot(flat, flat))
+        if math.isfinite(square):
+            return square
     except FloatingPointError:
         pass
-    return bool(np.isfinite(flat).all())
+    return math.inf if np.isfinite(flat).all() else math.nan
+
+
+def is_finite(values: Array) -> bool:
+    """Whether a block holds no NaN and no Inf."""
+    return not math.isnan(size(values))
 
 
 def at_least_one(name: str, value: object, meaning: str) -> None:

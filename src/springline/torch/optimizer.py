@@ -105,6 +105,8 @@ class CenterOptimizer(Wrapper):
 
     def _step(self, closure: Closure | None) -> float | None:
         self._check_not_swapped()
+        if self._overlap:
+            self._overlap.settle()
         loss = None
         if closure is None:
             self._observe()

@@ -1,25 +1,30 @@
 """An exchange in the background: the training loop goes on meanwhile.
 
 It works on a snapshot `s` of the worker's parameters, which the exchange turns into `s'`. When it
-is back, `x ← s' + (x − s)`: for elastic averaging that is `x − δ`, for model averaging and AGN the
-reply with the steps taken meanwhile kept.
+is back, `x ← x + (s' − s)`: for elastic averaging that is `x − δ`, for model averaging and AGN the
+reply with the steps taken meanwhile kept. The background takes the snapshot, too, and `s' − s`; the
+training loop changes no parameter before its next step, and waits there until `s` is taken.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from springline.center.center import Local
 from springline.torch.binding import Binding
 from springline.worker import Worker
 
 Jobs = SimpleQueue[Callable[[], None] | None]
+Blocks = Sequence[tuple[NDArray[Any], ...]]  # x, room for s' − s, room for s'
 
 
 class Overlap:
@@ -29,10 +34,12 @@ class Overlap:
         self._worker = worker
         self._binding = binding
         self._flight: Future[None] | None = None
+        self._taken = threading.Event()  # the snapshot in flight
+        self._taken.set()
         self._reply = Local(worker.layout, worker.rule)  # s, then s'
-        self._snapshot = worker.layout.allocate()  # s
-        layout, buffers = worker.layout, (worker.local.x, self._snapshot, self._reply.x)
-        self._blocks = [  # as in an exchange, so that a block stays in cache while it is folded
+        self._move = worker.layout.allocate()  # s, then s' − s
+        layout, buffers = worker.layout, (worker.local.x, self._move, self._reply.x)
+        self._blocks: Blocks = [  # as in an exchange: a block stays in cache between two uses
             tuple(block.view(buffer) for buffer in buffers)
             for shard in layout.shards(whole=False)
             for block in layout.blocks(shard, whole=False, elementwise=True)
@@ -43,6 +50,10 @@ class Overlap:
             target=_serve, args=(self._jobs,), name="springline exchange", daemon=True
         ).start()
         weakref.finalize(self, self._jobs.put, None)
+
+    def settle(self) -> None:
+        """Wait until the snapshot in flight is taken; before parameters or gradients change."""
+        self._taken.wait()
 
     def step(self, due: bool) -> bool:
         """Fold in what has come back; if an exchange is due, start it. Return whether it folded.
@@ -64,9 +75,11 @@ class Overlap:
         self._flight = None
         self._binding.gather()
         with np.errstate(all="ignore"):  # after an error `s` may hold NaN, and then `x` does too
-            for x, s, reply in self._blocks:
-                np.subtract(x, s, out=x)
-                np.add(x, reply, out=x)
+            if self._worker.local_step == self._worker.exchanged_at:
+                np.copyto(self._worker.local.x, self._reply.x)  # no step meanwhile: to the bit
+            else:
+                for x, move, _ in self._blocks:
+                    np.add(x, move, out=x)
         self._binding.scatter()
         if error:
             raise error
@@ -82,21 +95,37 @@ class Overlap:
 
     def _start(self) -> None:
         self._binding.gather()
-        self._worker.snapshot(self._reply)
-        flight: Future[None] = Future()
-        worker, reply, snapshot = self._worker, self._reply, self._snapshot
+        self._worker.hand_over(self._reply)
+        self._taken.clear()
+        self._flight = Future()
+        # Without `self`, which would not be freed while the exchange is under way.
+        worker, reply, blocks = self._worker, self._reply, self._blocks
+        self._jobs.put(partial(_exchange, worker, reply, blocks, self._taken, self._flight))
 
-        def exchange() -> None:
-            try:
-                np.copyto(snapshot, reply.x)  # here, so that the training loop makes one copy only
-                worker.exchange_with(reply)
-            except BaseException as error:  # it is raised in the training loop
-                flight.set_exception(error)
-            else:
-                flight.set_result(None)
 
-        self._flight = flight
-        self._jobs.put(exchange)
+def _exchange(
+    worker: Worker, reply: Local, blocks: Blocks, taken: threading.Event, flight: Future[None]
+) -> None:
+    """Exchange a snapshot, and tell by how much that moved it."""
+    try:
+        try:
+            for x, move, s in blocks:
+                np.copyto(move, x)
+                np.copyto(s, x)
+            if reply.a is not None and worker.local.a is not None:
+                np.copyto(reply.a, worker.local.a)
+        finally:
+            taken.set()
+        try:
+            worker.exchange_with(reply)
+        finally:  # after an error some blocks have been exchanged; the others did not move
+            with np.errstate(all="ignore"):
+                for _, move, after in blocks:
+                    np.subtract(after, move, out=move)
+    except BaseException as error:  # it is raised in the training loop
+        flight.set_exception(error)
+    else:
+        flight.set_result(None)
 
 
 def _serve(jobs: Jobs) -> None:
