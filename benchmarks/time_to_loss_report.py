@@ -53,6 +53,7 @@ def page(results: Results, command: str, minutes: float) -> str:
             "![Validation loss against wall time](time-to-loss.png)",
             "",
             _READING,
+            *_speeds(results),
             "",
             "## The best setting of each rule",
             "",
@@ -94,6 +95,18 @@ two, until the best one is better than both its neighbours. Then the schedule of
 setting is shortened as far as it still reaches one worker's final loss (of the same seed): the time
 until it does so, over the time of one worker's whole run, is the ratio. Below 1 two workers are
 faster; at 0.5 the second core is used as well as the first."""
+
+
+def _speeds(results: Results) -> Iterator[str]:
+    """Say how much the machine itself varied."""
+    steps = results.scale.steps
+    alone = [steps * j.fraction / r.wall for j, r in results.runs.items() if j.setting == Setting()]
+    if len(alone) > 1:
+        yield (
+            f"The machine is shared: one worker alone, which always computes the same, made "
+            f"{min(alone):.1f} to {max(alone):.1f} steps/s in its {len(alone)} runs. A ratio "
+            "is uncertain by about as much; losses are not."
+        )
 
 
 def _best(results: Results) -> Iterator[list[str]]:
