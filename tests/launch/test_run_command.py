@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -143,7 +144,11 @@ def test_a_finished_run_goes_on(train, command, run):
     assert f"Going on with the run in {run.path.name}" in longer.output
     assert "on 3 workers" in longer.output  # as many as it had
     assert run.steps() == [30, 30, 30]
-    assert "start 1" in run.log(0)
+    assert re.findall(r"start \d+", run.log(0)) == ["start 1", "start 2"]
+    ((started, ended),) = run.state.earlier
+    assert started < ended < run.state.started
+    assert [len(worker.starts) for worker in run.state.workers] == [2, 2, 2]
+    assert [worker.restarts for worker in run.state.workers] == [0, 0, 0]
     refused = command("run", "--run", run.path, "--workers", 2, TRAINING, "average", 40, 0)
     assert refused.process.returncode == 2
     assert "has 3 workers, for good. Received: --workers 2" in refused.output

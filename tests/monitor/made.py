@@ -24,13 +24,15 @@ def log(run, rank, *lines):
             file.write(json.dumps({"time": START + seconds, "step": step, **values}) + "\n")
 
 
-def launch(run, *states, restarts=(), **values):
+def launch(run, *states, restarts=(), starts=(), started=START, **values):
     """Write launch.json, with workers in these states."""
     run.mkdir(parents=True, exist_ok=True)
     workers = [WorkerEntry(rank, state) for rank, state in enumerate(states)]
     for worker, count in zip(workers, restarts, strict=False):
         worker.restarts = count
-    LaunchState("train.py", [], START, 1, workers, **values).write(run)
+    for worker, times in zip(workers, starts, strict=False):
+        worker.starts = times
+    LaunchState("train.py", [], started, 1, workers, **values).write(run)
 
 
 @contextmanager

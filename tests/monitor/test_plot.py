@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from made import MODEL, NBYTES, START, center, log
+from made import MODEL, NBYTES, START, center, launch, log
 
 from springline import ElasticAverage, ModelAverage, Worker
 from springline.monitor.curves import Timeline, is_strong, quantities
@@ -56,6 +56,65 @@ def test_the_center_is_drawn_stronger_and_a_restart_is_marked(run):
     assert by_label["worker 0"].get_color() != by_label["worker 1"].get_color()
     dead = np.isnan(by_label["worker 1"].get_xdata())
     assert dead.sum() == 1  # the line is open where the worker was dead
+
+
+def drawn(ax, label):
+    return [line for line in ax.get_lines() if line.get_label() == label]
+
+
+def test_restarts_at_about_the_same_time_are_stacked_each_in_its_workers_color(tmp_path):
+    for rank in range(3):
+        log(tmp_path, rank, *((k, k, {"loss": 1.0}) for k in range(50)))
+        log(tmp_path, rank, (60 + rank / 10, 45, {}), (100, 90, {"loss": 0.5}))
+    log(tmp_path, 1, (120, 85, {}), (130, 95, {"loss": 0.5}))
+    picture = figure(tmp_path)
+    marks = drawn(picture.axes[0], "restart")
+    colors = [drawn(picture.axes[0], f"worker {k}")[0].get_color() for k in range(3)]
+    assert [mark.get_color() for mark in marks] == colors
+    heights = [mark.get_ydata().tolist() for mark in marks]
+    assert heights[0] == [0]
+    assert heights[1][1] == 0  # it is alone there
+    assert 0 < heights[1][0] < heights[2][0] < 0.15
+    handles = dict(
+        zip(
+            [t.get_text() for t in picture.legends[0].get_texts()],
+            picture.legends[0].legend_handles,
+            strict=True,
+        )
+    )
+    assert handles["restart"].get_color() not in colors
+
+
+def test_many_restarts_at_once_leave_room_for_the_curves(tmp_path):
+    for rank in range(20):
+        log(tmp_path, rank, (0, 9, {"loss": 1.0}), (5, 8, {"loss": 1.0}), (9, 9, {"loss": 1.0}))
+    heights = [mark.get_ydata()[0] for mark in drawn(figure(tmp_path).axes[0], "restart")]
+    assert len(set(heights)) == 20
+    assert max(heights) < 0.3
+
+
+def test_a_life_that_only_the_launcher_saw_begin_opens_the_line(tmp_path):
+    # The script does not count with `springline.steps`, and no step came twice.
+    log(tmp_path, 0, *((k, k, {"loss": 1.0}) for k in range(5)))
+    log(tmp_path, 0, *((k + 20, k, {"loss": 1.0}) for k in range(5, 9)))
+    launch(tmp_path, "finished", starts=[[START - 1, START + 15]])
+    (ax,) = figure(tmp_path).axes
+    assert drawn(ax, "restart")[0].get_xdata().tolist() == [25]
+    assert (
+        np.isnan(drawn(ax, "worker 0")[0].get_xdata()).tolist()
+        == [False] * 5 + [True] + [False] * 4
+    )
+
+
+def test_the_line_of_one_who_speaks_for_all_is_dotted_where_it_was_dead(tmp_path):
+    log(tmp_path, 0, (0, 0, {"loss": 4.0}), (1, 5, {"loss": 3.0}))
+    log(tmp_path, 0, (8, 5, {}), (9, 6, {"loss": 2.0}), (10, 7, {"loss": 1.0}))
+    log(tmp_path, 1, (0, 0, {}))
+    (ax,) = figure(tmp_path).axes
+    dotted = [line for line in ax.get_lines() if line.get_linestyle() == ":"]
+    assert [line.get_xdata().tolist() for line in dotted] == [[1, 9]]
+    assert [line.get_ydata().tolist() for line in dotted] == [[3, 2]]
+    assert np.isnan(drawn(ax, "loss")[0].get_xdata()).sum() == 1
 
 
 def test_title_and_legend(run):
@@ -134,6 +193,27 @@ def test_the_break_before_a_run_went_on_takes_no_room(tmp_path):
     timeline = Timeline(read_metrics(tmp_path), None)
     at = START + np.array([0, 30, day, day + 10.0])
     assert timeline.seconds(at).tolist() == [0, 30, 30, 40]
+
+
+def test_no_pause_between_two_launches_takes_room_however_short(tmp_path):
+    for rank in (0, 1):
+        log(tmp_path, rank, (0, 0, {}), (5, 5, {"loss": 1.0}), (7, 4, {}), (9, 9, {"loss": 1.0}))
+        log(tmp_path, rank, (29 + rank, 9, {}))  # nothing was left to do
+        log(tmp_path, rank, (49 + rank, 9, {}), (60, 20, {"loss": 1.0}))
+    launches = [(START - 1, START + 10), (START + 28, START + 31)]
+    launch(tmp_path, "finished", "finished", started=START + 48, earlier=launches)
+    (ax,) = figure(tmp_path).axes
+    assert drawn(ax, "worker 0")[0].get_xdata()[[0, -1]].tolist() == [5, 9 + 1 + 11]
+    assert [line.get_xdata()[0] for line in drawn(ax, "run went on")] == [9, 10]
+    assert [line.get_xdata().tolist() for line in drawn(ax, "restart")] == [[7], [7]]
+
+
+def test_a_launch_that_has_not_logged_yet_changes_nothing(tmp_path):
+    log(tmp_path, 0, (0, 0, {}), (30, 5, {"loss": 1.0}))
+    launch(tmp_path, "running", started=START + 90, earlier=[(START - 1, START + 31)])
+    (ax,) = figure(tmp_path).axes
+    assert drawn(ax, "run went on") == []
+    assert drawn(ax, "worker 0")[0].get_xdata().tolist() == [30]
 
 
 def test_a_long_pause_of_a_running_worker_is_kept(tmp_path):

@@ -2,6 +2,7 @@
 
 import io
 import re
+from dataclasses import replace
 
 import pytest
 from made import START, center, count, launch, launcher_alive, log
@@ -71,7 +72,7 @@ def test_a_row_per_worker(run):
 def test_header_progress_and_footer(run):
     lines = show(run)
     assert re.fullmatch(
-        rf"{re.escape(str(run))[:40]}.* AGN, τ = 10, outer sgd  ·  0:01:15", lines[0]
+        rf".*{re.escape(str(run))[-20:]} +AGN, τ = 10, outer sgd  ·  0:01:15", lines[0]
     )
     assert lines[1].endswith(" 35 %  2,105 of 6,000 steps  0:02:05 left")
     assert lines[1].startswith("━━━━")
@@ -101,7 +102,7 @@ def test_the_center_is_gone(directory):
 def test_without_a_total_the_bar_tells_steps_only(run):
     (run / "total").unlink()
     assert show(run)[1].endswith(" 2,105 steps")
-    assert show(run, total_steps=1000)[1].endswith(" 63 %  1,905 of 3,000 steps  0:01:02 left")
+    assert show(run, total_steps=1000)[1].endswith(" 65 %  2,105 of 3,200 steps  0:01:02 left")
 
 
 def test_an_unchanged_total_of_the_run_comes_first(run):
@@ -116,6 +117,51 @@ def test_every_width_keeps_its_lines_apart(run, width):
     assert [row[0] for row in rows] == ["0", "1", "2"]
     assert [row[-1] for row in rows] == ["running", "restarting", "starting"]
     assert len(rows[0]) == (9 if width >= 80 else 7 if width >= 60 else 6)
+
+
+@pytest.mark.parametrize("unicode", [True, False])
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 120])
+def test_large_numbers_are_whole_or_not_there(directory, width, unicode, monkeypatch):
+    monkeypatch.setattr(Screen, "_unicode", unicode)
+    workers = [
+        *(WorkerStatus(k, "restarting", 1_234_567, None, -1.2345e-5, 123_456) for k in (0, 1)),
+        WorkerStatus(1000, "running", 98_765_432, 1_234_567.8, 1.5, 98_765_432, 123_456.7, 12),
+    ]
+    screen = Screen(directory, terminal(width), live=True)
+    plain = Console(file=io.StringIO(), width=width)
+    plain.print(screen._workers(replace(status(*workers), directory=directory), room=30))
+    head, rule, *rows = plain.file.getvalue().splitlines()
+    names = head.split()
+    values = ["1000", "98,765,432", "1,234,567.8", "1.5000", "98,765,432", "123,456.7", "12"]
+    cells = dict(zip(module._COLUMNS, [*values, "running"], strict=True))
+    assert rows[2].replace("●", "").split() == [cells[name] for name in names]
+    assert {"worker", "step", "state"} <= set(names)
+    assert len(names) == {40: 3, 60: 5, 80: 6, 100: 8, 120: 8}[width]
+    assert "…" not in plain.file.getvalue()
+    assert max(map(len, [head, *rows])) <= len(rule) <= width
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_the_lines_of_a_long_run_at_every_width(run, clock, width):
+    clock.now = 100_000
+    (run / "total").write_text("12345678\n")
+    lines = show(run, width=width)
+    assert re.fullmatch(rf".*/{run.name} +AGN, τ = 10, outer sgd  ·  27:46:40", lines[0])
+    assert lines[1].endswith("  0 %       2,105 of 37,037,034 steps  -:--:-- left")
+    assert lines[-1] == "center version 210  ·  checkpoint 28 h ago  ·  430.1 kB exchanged"
+
+
+def test_a_path_that_fits_is_whole(tmp_path):
+    launch(tmp_path / "r", "finished", ended=START + 1)
+    path = str(tmp_path / "r")
+    assert show(tmp_path / "r", width=len(path) + 8)[0] == f"{path} 0:00:01"
+    assert show(tmp_path / "r", width=len(path) + 7)[0] == f"…{path[2:]} 0:00:01"
+
+
+def test_a_run_that_is_further_than_it_was_asked_to_come(run):
+    (run / "total").write_text("800\n")
+    whole = 1200 + 905 + 800
+    assert show(run)[1].endswith(f" 72 %  2,105 of {whole:,} steps  0:00:50 left")
 
 
 def test_more_workers_than_lines(directory):
@@ -180,6 +226,15 @@ def test_plain_lines(run):
     assert out.getvalue().decode() == (
         f"{run}: AGN, τ = 10, outer sgd, 3 workers\n{line}\n{line}\n"
     )
+
+
+def test_plain_lines_of_a_run_that_goes_on(directory, clock):
+    launch(directory, "running", earlier=[(START - 60, START - 30)])
+    log(directory, 0, *((k - 35, 100 * k, {"loss": 0.5}) for k in range(5)))
+    console, out = pipe()
+    with launcher_alive(directory), Screen(directory, console, live=False):
+        pass
+    assert out.getvalue() == b"0:00:30  400 steps  loss 0.5000  1 running\n"
 
 
 def test_plain_lines_come_every_five_seconds(run, monkeypatch):

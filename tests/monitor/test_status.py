@@ -101,37 +101,67 @@ def test_steps_come_from_the_center_or_a_newer_line(directory, clock):
 def test_steps_per_second_from_the_lines(directory, clock):
     log(directory, 0, *((k / 10, 5 * k, {"loss": 1.0}) for k in range(100)))
     log(directory, 1, (0.0, 7, {"loss": 1.0}))
+    launch(directory, "running", "running")
     clock.now = 10
-    workers = read_status(directory).workers
+    with launcher_alive(directory):
+        workers = read_status(directory).workers
     assert workers[0].rate == pytest.approx(50)
     assert workers[1].rate is None
 
 
 def test_steps_per_second_from_the_center(directory, reader, clock):
     shared = center(directory)
-    for clock.now in range(10):
-        count(shared, 0, steps=20 * clock.now, exchanges=2 * clock.now, seconds=0.0)
-        status = reader.read()
+    launch(directory, "running", "running")
+    with launcher_alive(directory):
+        for clock.now in range(10):
+            count(shared, 0, steps=20 * clock.now, exchanges=2 * clock.now, seconds=0.0)
+            status = reader.read()
     assert status.workers[0].rate == pytest.approx(20)
     shared.close()
 
 
 def test_a_worker_that_stands_still_makes_no_steps_per_second(directory, reader, clock):
-    launch(directory, "running", "finished")
-    for rank in (0, 1):
-        log(directory, rank, *((k / 2, k, {"loss": 1.0}) for k in range(20)))
+    launch(directory, "running")
+    log(directory, 0, *((k / 2, k, {"loss": 1.0}) for k in range(20)))
     with launcher_alive(directory):
         clock.now = 10
-        assert [worker.rate for worker in reader.read().workers] == [2.0, 2.0]
+        assert reader.read().workers[0].rate == 2
         clock.now = 20
-        assert [worker.rate for worker in reader.read().workers] == [0.0, 2.0]
+        assert reader.read().workers[0].rate == 0
+
+
+@pytest.mark.parametrize("state", ["restarting", "finished", "failed", "stopped"])
+def test_who_does_not_run_has_no_rate(directory, clock, state):
+    log(directory, 0, *((k / 2, k, {"loss": 1.0}) for k in range(20)))
+    clock.now = 10
+    launch(directory, state)
+    with launcher_alive(directory):
+        assert read_status(directory).workers[0].rate is None
+    launch(directory, state, ended=START + 10)
+    assert read_status(directory).workers[0].rate is None
+
+
+def test_an_earlier_launch_has_no_part_in_the_rate_but_in_the_time(directory, clock):
+    log(directory, 0, *((k, k, {"loss": 1.0}) for k in range(-13, -3)))
+    launch(directory, "running", earlier=[(START - 100, START - 90), (START - 20, START - 3)])
+    clock.now = 1
+    with launcher_alive(directory):
+        status = read_status(directory)
+    assert status.workers[0].rate is None
+    assert status.elapsed == 10 + 17 + 1
+    launch(directory, "finished", ended=START + 5, earlier=[(START - 20, START - 3)])
+    assert read_status(directory).elapsed == 17 + 5
 
 
 def test_a_new_life_has_a_rate_of_its_own(directory, reader, clock):
+    launch(directory, "running")
     log(directory, 0, (0, 0, {}), (1, 100, {"loss": 1.0}))
-    assert reader.read().workers[0].rate == 100
-    log(directory, 0, (500, 100, {}), (502, 110, {"loss": 1.0}))
-    assert reader.read().workers[0].rate == 5
+    with launcher_alive(directory):
+        clock.now = 1
+        assert reader.read().workers[0].rate == 100
+        log(directory, 0, (500, 100, {}), (502, 110, {"loss": 1.0}))
+        clock.now = 502
+        assert reader.read().workers[0].rate == 5
 
 
 def test_milliseconds_per_exchange_are_recent_ones(directory, reader, clock):

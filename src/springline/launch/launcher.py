@@ -80,6 +80,7 @@ class Launcher:
             os.getpid(),
             [process.entry for process in self._processes],
         )
+        self._state.go_on(self.directory)
         self._written: dict[str, Any] = {}
         self._heard: list[int] = []  # signals that have come
         self._status: int | None = None  # set when the run is to stop early

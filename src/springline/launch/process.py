@@ -61,7 +61,8 @@ class WorkerProcess:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         output = os.open(self.log, flags, 0o600)
         try:
-            now, start = time.strftime("%Y-%m-%d %H:%M:%S"), self.entry.restarts + 1
+            self.entry.starts.append(time.time())
+            now, start = time.strftime("%Y-%m-%d %H:%M:%S"), len(self.entry.starts)
             os.write(output, _START.format(rank=self.entry.rank, start=start, time=now).encode())
             launcher = [sys.executable, "-I", "-S", child.__file__, str(os.getpid())]
             self._process = subprocess.Popen(  # noqa: S603 - the user's own script

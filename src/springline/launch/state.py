@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,8 +21,9 @@ class WorkerEntry:
     rank: int
     state: WorkerState = "starting"
     pid: int | None = None
-    restarts: int = 0
+    restarts: int = 0  # of this launch
     exit_code: int | None = None
+    starts: list[float] = field(default_factory=list)  # of all its lives, also in earlier launches
 
 
 @dataclass
@@ -35,6 +37,30 @@ class LaunchState:
     workers: list[WorkerEntry] = field(default_factory=list)
     checkpoint: float | None = None  # when the center was last saved
     ended: float | None = None
+    earlier: list[tuple[float, float]] = field(default_factory=list)  # launches: start and end
+
+    @property
+    def launches(self) -> list[float]:
+        """When each launch in the directory began, the last one's as well."""
+        return [*(start for start, _ in self.earlier), self.started]
+
+    @property
+    def seconds_before(self) -> float:
+        """How long the earlier launches ran."""
+        return sum(max(0.0, end - start) for start, end in self.earlier)
+
+    def go_on(self, directory: Path) -> None:
+        """Count on from an earlier launch in a directory, if there was one that can be read."""
+        before = None
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            before = LaunchState.read(directory)
+        if before is None:
+            return
+        end = before.ended or _last_sign(directory)
+        self.earlier = [*before.earlier, (before.started, end)]
+        starts = {worker.rank: worker.starts for worker in before.workers}
+        for worker in self.workers:
+            worker.starts = starts.get(worker.rank, [])
 
     def write(self, directory: Path) -> None:
         """Replace `RUN/launch.json`."""
@@ -48,4 +74,11 @@ class LaunchState:
         except FileNotFoundError:
             return None
         values["workers"] = [WorkerEntry(**entry) for entry in values["workers"]]
+        values["earlier"] = [(start, end) for start, end in values.get("earlier", [])]
         return cls(**values)
+
+
+def _last_sign(directory: Path) -> float:
+    """Return when a launch whose launcher was killed was last seen alive."""
+    signs = [directory / NAME, *(directory / "metrics").glob("rank-*.jsonl")]
+    return max(path.stat().st_mtime for path in signs)

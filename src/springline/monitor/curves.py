@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from springline.center.plan import Plan
 from springline.monitor.metrics import Floats, Series, is_center
 
-_BREAK = 60.0  # seconds without any worker that are left out
+_BREAK = 60.0  # seconds without any worker that are left out where no launcher tells of a pause
 _WHOSE = ("train", "training", "test", "local", "worker")
 
 
@@ -20,21 +22,36 @@ class Timeline:
 
     metrics: dict[int, Series]
     plan: Plan | None
+    launches: Sequence[float] = ()  # when each began, if anybody knows
 
     def seconds(self, time: Floats) -> Floats:
-        """Return seconds since the first line, without the breaks between two starts of a run."""
-        lines, skipped = self._lines
+        """Return seconds since the first line, without the breaks between two launches of a run."""
+        lines, breaks = self._lines
+        skipped = np.cumsum(np.where(breaks, np.diff(lines, prepend=lines[0]), 0.0))
         at = np.clip(np.searchsorted(lines, time, side="right") - 1, 0, len(lines) - 1)
         return np.asarray(time - lines[0] - skipped[at], float)
 
+    def resumptions(self) -> Floats:
+        """Return when the run went on after a break."""
+        lines, breaks = self._lines
+        return lines[breaks]
+
+    def restarts(self, series: Series) -> Floats:
+        """Return when a worker came back, but not when all did after a break."""
+        breaks = np.searchsorted(self.resumptions(), series.time, side="right")
+        after_a_break = np.diff(breaks, prepend=breaks[0]) > 0
+        return series.time[series.births & ~after_a_break]
+
     @cached_property
-    def _lines(self) -> tuple[Floats, Floats]:
-        """When there is any line, and how much of a break is behind it."""
+    def _lines(self) -> tuple[Floats, NDArray[np.bool_]]:
+        """When there is any line, and whether it is the first after a break."""
         lines = np.unique(np.concatenate([series.time for series in self.metrics.values()]))
         births = [series.time[series.births] for series in self.metrics.values()]
-        gaps = np.diff(lines)
-        breaks = (gaps > _BREAK) & np.isin(lines[1:], np.concatenate(births))
-        return lines, np.concatenate([[0.0], np.cumsum(np.where(breaks, gaps, 0.0))])
+        gaps = np.diff(lines, prepend=lines[0])
+        breaks = (gaps > _BREAK) & np.isin(lines, np.concatenate(births))
+        first = np.searchsorted(lines, np.array(self.launches, float))
+        breaks[first[(first > 0) & (first < len(lines))]] = True
+        return lines, breaks
 
     def nbytes(self, time: Floats) -> Floats:
         """Return the bytes that all workers had exchanged.
@@ -100,3 +117,18 @@ def smooth(values: Floats, width: int) -> Floats:
     half = np.minimum(width // 2, at)
     start, stop = at - half, np.minimum(at + half + 1, len(values))
     return np.asarray((total[stop] - total[start]) / (stop - start), float)
+
+
+def stack(at: Floats, width: float) -> NDArray[np.int_]:
+    """Return the level of each mark, so that none covers another of the same level.
+
+    >>> stack(np.array([5.0, 1.0, 1.1, 1.2]), width=0.15).tolist()
+    [0, 0, 1, 0]
+    """
+    levels = np.zeros(len(at), int)
+    ends: list[float] = []  # the last mark of each level
+    for k in np.argsort(at, kind="stable"):
+        free = (level for level, end in enumerate(ends) if at[k] - end >= width)
+        levels[k] = next(free, len(ends))
+        ends[levels[k] : levels[k] + 1] = [float(at[k])]
+    return levels

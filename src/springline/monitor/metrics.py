@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,13 @@ class Series:
         births[:1] = False
         values = {n: np.array([line.values.get(n, math.nan) for line in lines]) for n in names}
         return cls(rank, np.maximum.accumulate(time), step, values, births)
+
+    def with_starts(self, starts: Iterable[float]) -> Series:
+        """Add the lives that somebody else saw begin: not every script counts with `steps`."""
+        at = np.searchsorted(self.time, np.array([*starts], float))
+        births = self.births.copy()
+        births[at[(at > 0) & (at < len(births))]] = True
+        return replace(self, births=births)
 
 
 def read_metrics(directory: Path) -> dict[int, Series]:

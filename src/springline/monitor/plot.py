@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from springline.center.plan import Plan
-from springline.monitor.curves import Timeline, is_strong, quantities, smooth, split_name
+from springline.monitor.curves import Timeline, is_strong, quantities, smooth, split_name, stack
 from springline.monitor.metrics import Floats, Series, read_metrics
-from springline.monitor.sources import read_plan
+from springline.monitor.sources import read_launch, read_plan
 from springline.monitor.words import many, rule_in_words
 
 if TYPE_CHECKING:
@@ -31,6 +31,19 @@ _COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00"]
 _DARK = ["black", "#555555", "#8C6D31"]
 _LEGEND = 12  # workers that it names at most
 _FRONT = 3.0
+_MARK = 0.022, 0.04  # room for a restart's mark, in parts of a panel's width and height
+_STACK = 0.3  # how high marks are stacked at most, in parts of a panel's height
+_GRAY = "#777777"
+_TRIANGLE: dict[str, Any] = {
+    "label": "restart",
+    "marker": "^",
+    "ls": "",
+    "ms": 7,
+    "mec": "white",
+    "mew": 0.6,
+    "clip_on": False,
+    "zorder": 4,
+}
 _log = logging.getLogger("springline")
 
 
@@ -75,12 +88,17 @@ def figure(directory: Path) -> Figure | None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
-    metrics = read_metrics(directory)
+    launch = read_launch(directory)
+    starts = {entry.rank: entry.starts for entry in launch.workers} if launch else {}
+    metrics = {
+        rank: series.with_starts(starts.get(rank, []))
+        for rank, series in read_metrics(directory).items()
+    }
     rows = list(quantities(metrics).items())[:_ROWS]
     if not rows:
         return None
     plan, _ = read_plan(directory / "center") or (None, None)
-    timeline = Timeline(metrics, plan)
+    timeline = Timeline(metrics, plan, launch.launches if launch else ())
     ends = np.array([series.time[-1] for series in metrics.values()])
     by_bytes = plan is not None and timeline.nbytes(ends).max() > 0
     scale, unit = _time_unit(timeline.seconds(ends).max())
@@ -91,6 +109,9 @@ def figure(directory: Path) -> Figure | None:
     for (quantity, names), axes in zip(rows, grid, strict=True):
         for ax, place in zip(axes, places, strict=False):
             _draw_quantity(ax, names, metrics, place, colors)
+            _mark_launches(ax, place(timeline.resumptions()))
+            restarts = {k: place(timeline.restarts(series)) for k, series in metrics.items()}
+            _mark_restarts(ax, restarts, colors)
         axes[0].set_ylabel(quantity)
         _scale(axes[0], quantity, names, metrics)
     grid[-1, 0].set_xlabel(f"time, {unit}")
@@ -120,27 +141,34 @@ def _draw_quantity(
                 line = _line(whose or name, color) if strong else _thin_line(rank, whose, color)
                 deaths = np.flatnonzero(np.diff(np.cumsum(series.births)[known])) + 1
                 _draw_series(ax, place(series.time[known]), values[known], deaths, line)
-    for rank, series in metrics.items():
-        if series.births.any():
-            at = place(series.time[series.births])
-            ax.plot(
-                at,
-                np.zeros(len(at)),
-                "^",
-                color=colors[rank],
-                transform=ax.get_xaxis_transform(),
-                clip_on=False,
-                label="restart",
-            )
     ax.grid(alpha=0.25, lw=0.6)
     ax.spines[["top", "right"]].set_visible(False)
     ax.margins(x=0.02)
 
 
+def _mark_launches(ax: Axes, at: Floats) -> None:
+    for x in at:
+        ax.axvline(x, color=_GRAY, lw=0.9, ls=(0, (1, 2)), label="run went on")
+
+
+def _mark_restarts(ax: Axes, restarts: dict[int, Floats], colors: dict[str | int, Any]) -> None:
+    """Mark restarts on the axis, each in its worker's color; those that meet are stacked."""
+    every = np.concatenate([*restarts.values()])
+    if not len(every):
+        return
+    left, right = ax.get_xlim()
+    levels = stack(every, _MARK[0] * (right - left))
+    heights = min(_MARK[1], _STACK / (1 + levels.max())) * levels
+    ends = np.cumsum([len(at) for at in restarts.values()])
+    for (rank, at), y in zip(restarts.items(), np.split(heights, ends[:-1]), strict=True):
+        if len(at):
+            ax.plot(at, y, color=colors[rank], transform=ax.get_xaxis_transform(), **_TRIANGLE)
+
+
 def _draw_series(
     ax: Axes, x: Floats, y: Floats, deaths: NDArray[np.intp], line: dict[str, Any]
 ) -> None:
-    """Draw a line, open where the worker was dead; a noisy one smoothed, over a faint one."""
+    """Draw a line, open or dotted where its worker was dead; a noisy one smoothed, over a faint."""
     mean = smooth(y, 2 * (len(y) // 60) + 1) if len(y) >= _NOISY else y
     spread = np.subtract(*np.percentile(y, [95, 5])) + 1e-6 * np.abs(y).max()
     noisy = np.median(np.abs(y - mean)) > 0.01 * spread
@@ -148,8 +176,10 @@ def _draw_series(
     if len(y) > 2 * _POINTS:  # more than there are pixels
         some = np.linspace(0, len(y) - 1, _POINTS).astype(int)
         x, y, mean, deaths = x[some], y[some], mean[some], np.searchsorted(some, deaths)
-    if line["zorder"] != _FRONT:
-        x, y, mean = (np.insert(values, deaths, np.nan) for values in (x, y, mean))
+    if line["zorder"] == _FRONT and len(deaths):  # the center lived on, but nobody looked
+        ends = np.stack([deaths - 1, deaths])
+        ax.plot(x[ends], (mean if noisy else y)[ends], color=line["color"], lw=1.0, ls=":")
+    x, y, mean = (np.insert(values, deaths, np.nan) for values in (x, y, mean))
     if noisy:
         ax.plot(x, y, color=line["color"], lw=0.6, alpha=0.18)
     ax.plot(x, mean if noisy else y, marker=marker, ms=4, **line)
@@ -199,6 +229,8 @@ def _title(picture: Figure, directory: Path, plan: Plan | None, workers: int) ->
 
 
 def _legend(picture: Figure, axes: Iterable[Axes]) -> None:
+    from matplotlib.lines import Line2D
+
     entries: dict[str, Any] = {}
     for ax in axes:
         handles, labels = ax.get_legend_handles_labels()
@@ -208,8 +240,10 @@ def _legend(picture: Figure, axes: Iterable[Axes]) -> None:
     if len(workers) > _LEGEND:  # the shades in between explain themselves
         for label in workers[1:-1]:
             del entries[label]
-    if "restart" in entries:
-        entries["restart"] = entries.pop("restart")
+    if "run went on" in entries:
+        entries["run went on"] = entries.pop("run went on")
+    if entries.pop("restart", None):  # in no worker's color
+        entries["restart"] = Line2D([], [], color=_GRAY, **_TRIANGLE)
     columns = min(len(entries), 8)
     picture.legend(
         entries.values(), entries.keys(), loc="outside lower center", ncols=columns, frameon=False

@@ -14,8 +14,8 @@ class Recent:
     >>> steps = Recent()
     >>> for second in range(20):
     ...     steps.add(second, 10 * second)
-    >>> steps.rate(now=19.5), steps.rate(now=30), steps.rate()
-    (10.0, 0.0, 10.0)
+    >>> steps.rate(now=19.5), steps.rate(now=30)
+    (10.0, 0.0)
     """
 
     def __init__(self) -> None:
@@ -35,13 +35,13 @@ class Recent:
         """Forget all."""
         self._changes.clear()
 
-    def rate(self, now: float | None = None) -> float | None:
+    def rate(self, now: float) -> float | None:
         """Return the growth per second: 0 if it has come to a halt by `now`, None if unknown."""
         if len(self._changes) < 2:
             return None
         (start, first, _), (end, last, _) = self._changes[0], self._changes[-1]
         interval = (end - start) / (len(self._changes) - 1)
-        if now is not None and now - end > max(_STALLED, 3 * interval):
+        if now - end > max(_STALLED, 3 * interval):
             return 0.0
         return (last - first) / (end - start) if end > start else None
 

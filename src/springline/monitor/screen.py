@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console, Group, JustifyMethod, OverflowMethod, RenderableType
 from rich.filesize import decimal
 from rich.live import Live
@@ -31,17 +32,19 @@ _STATES: dict[State, tuple[str, str]] = {
     "stopped": ("■", "magenta"),
     "left": ("○", "dim"),
 }
-# Columns, their least widths, so that they stay where they are, and from which width on they show.
-_COLUMNS = (
-    ("worker", 6, 0),
-    ("step", 6, 0),
-    ("steps/s", 7, 0),
-    ("loss", 7, 0),
-    ("exchanges", 9, 80),
-    ("ms/exchange", 11, 60),
-    ("restarts", 8, 80),
-    ("state", 12, 0),
-)
+# Columns and their least widths, so that they stay where they are.
+_COLUMNS = {
+    "worker": 6,
+    "step": 6,
+    "steps/s": 7,
+    "loss": 7,
+    "exchanges": 9,
+    "ms/exchange": 11,
+    "restarts": 8,
+    "state": 12,
+}
+_SPARE = ("exchanges", "restarts", "ms/exchange", "steps/s", "loss")  # the first goes first
+_GAP = 2  # between two columns
 _OTHER_ROWS = 9  # of the live screen, beside the workers'
 _ASCII = str.maketrans({"τ": "tau", "α": "alpha", "·": "|", "…": "..."})
 
@@ -157,16 +160,26 @@ class Screen:
         head.add_column(ratio=1, overflow=self._overflow, no_wrap=True)
         head.add_column(justify="right", overflow=self._overflow, no_wrap=True)
         words = [w for w in (rule_in_words(status.settings), clock(status.elapsed)) if w]
-        head.add_row(self._text(str(status.directory), "bold"), self._text("  ·  ".join(words)))
+        right = self._text("  ·  ".join(words))
+        room = self._console.width - right.cell_len - 1
+        head.add_row(Text(self._end_of(str(status.directory), room), "bold"), right)
         return head
+
+    def _end_of(self, path: str, room: int) -> str:
+        """Cut a path that is too long at its beginning: its end is what tells runs apart."""
+        if cell_len(path) <= room:
+            return path
+        dots = "…" if self._unicode else "..."
+        while path and cell_len(path) > room - len(dots):
+            path = path[1:]
+        return dots + path
 
     def _bar(self, status: Status) -> RenderableType:
         total, done = self._total(), sum(worker.step for worker in status.workers)
         words = [many(done, "step")]
         bar = ProgressBar(total=None, pulse=not status.over, pulse_style="cyan")
         if total:
-            whole = total * len(status.workers)
-            done = sum(min(worker.step, total) for worker in status.workers)
+            whole = _whole(status, total)
             bar = ProgressBar(
                 total=whole, completed=done, complete_style="cyan", finished_style="green"
             )
@@ -182,7 +195,9 @@ class Screen:
         return Group(row, "")
 
     def _workers(self, status: Status, room: int) -> RenderableType:
-        shows = [self._console.width >= least for *_, least in _COLUMNS]
+        shown = status.workers if len(status.workers) <= room else status.workers[: room - 1]
+        rows = [[*_cells(worker), self._state(worker.state)] for worker in shown]
+        shows = _fitting(rows, self._console.width)
         table = Table(
             box=SIMPLE_HEAD,
             show_edge=False,
@@ -190,14 +205,13 @@ class Screen:
             pad_edge=False,
             header_style="dim",
         )
-        for name, width, _ in compress(_COLUMNS, shows):
+        for name, width in compress(_COLUMNS.items(), shows):
             justify: JustifyMethod = "left" if name == "state" else "right"
             table.add_column(
                 name, justify=justify, no_wrap=True, overflow=self._overflow, min_width=width
             )
-        shown = status.workers if len(status.workers) <= room else status.workers[: room - 1]
-        for worker in shown:
-            table.add_row(*compress([*_cells(worker), self._state(worker.state)], shows))
+        for row in rows:
+            table.add_row(*compress(row, shows))
         others = Counter(worker.state for worker in status.workers[len(shown) :])
         words = ", ".join(f"{count} {state}" for state, count in others.items())
         return Group(table, self._text(f"… and {words}" if words else "", "dim"))
@@ -220,16 +234,35 @@ def seconds_left(status: Status, total: int) -> float | None:
     return max(max(0, total - w.step) / (w.rate or mean) for w in at_work)
 
 
-def _cells(worker: WorkerStatus) -> list[str | Text]:
+def _whole(status: Status, total: int) -> int:
+    """Count the steps of the whole run; a rank that is further than asked for stays there."""
+    return sum(max(total, worker.step) for worker in status.workers)
+
+
+def _fitting(rows: list[list[Text]], width: int) -> list[bool]:
+    """Tell which columns to show: what does not fit is left out, not cut."""
+    wide = {
+        name: max(least, *(row[k].cell_len for row in rows), 0)
+        for k, (name, least) in enumerate(_COLUMNS.items())
+    }
+    left_out: set[str] = set()
+    for name in _SPARE:
+        kept = [size for column, size in wide.items() if column not in left_out]
+        if sum(kept) + _GAP * (len(kept) - 1) > width:
+            left_out.add(name)
+    return [name not in left_out for name in _COLUMNS]
+
+
+def _cells(worker: WorkerStatus) -> list[Text]:
     loss = loss_in_words(worker.loss)
     rate = "-" if worker.rate is None else f"{worker.rate:,.1f}"
     return [
-        str(worker.rank),
-        f"{worker.step:,}",
+        Text(str(worker.rank)),
+        Text(f"{worker.step:,}"),
         Text(rate, style="yellow" if worker.rate == 0 else ""),
         Text(loss, style="bold red" if loss == "NaN/Inf" else ""),
-        f"{worker.exchanges:,}",
-        _milliseconds(worker.milliseconds),
+        Text(f"{worker.exchanges:,}"),
+        Text(_milliseconds(worker.milliseconds)),
         Text(str(worker.restarts), style="yellow" if worker.restarts else ""),
     ]
 
@@ -260,11 +293,11 @@ def _line(status: Status, total: int | None) -> str:
     done = sum(worker.step for worker in workers)
     words = [clock(status.elapsed)]
     if total and workers:
-        done, whole = sum(min(worker.step, total) for worker in workers), total * len(workers)
+        whole = _whole(status, total)
         words.append(f"{done:,} of {whole:,} steps ({math.floor(100 * done / whole)}%)")
     else:
         words.append(many(done, "step"))
-    rates = [worker.rate or 0.0 for worker in workers if worker.state == "running"]
+    rates = [worker.rate for worker in workers if worker.rate is not None]
     if rates:
         words.append(f"{sum(rates):,.1f} steps/s")
     losses = [worker.loss for worker in workers if worker.loss is not None]

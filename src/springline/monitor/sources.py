@@ -10,6 +10,8 @@ from springline.center import CenterError, Progress, SharedCenter
 from springline.center.checkpoint import describe, newest
 from springline.center.plan import BASE, Plan
 from springline.center.shared import CHECKPOINT_NAME
+from springline.launch.state import NAME as LAUNCH_NAME
+from springline.launch.state import LaunchState
 from springline.monitor.metrics import Line, LineReader, training_loss
 from springline.monitor.recent import Recent
 
@@ -26,6 +28,16 @@ def read_plan(center: Path) -> tuple[Plan, Path] | None:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CenterError(f"Cannot read {path}: {error!r}. Is it a center's?") from error
+
+
+def read_launch(directory: Path) -> LaunchState | None:
+    """Read what the launcher knows, or knew; None if a run was started without one."""
+    try:
+        return LaunchState.read(directory)
+    except NotADirectoryError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CenterError(f"Cannot read {directory / LAUNCH_NAME}: {error!r}.") from error
 
 
 @dataclass(frozen=True)
@@ -148,14 +160,18 @@ class RankReader:
         seconds = self._exchanges.amount_per_count()
         return None if seconds is None else 1e3 * seconds
 
-    def read(self, done: Progress | None, now: float) -> None:
-        """Take what the center knows of the rank and what was logged since the last time."""
+    def read(self, done: Progress | None, now: float, started: float) -> None:
+        """Take what the center knows of the rank and what was logged since the last time.
+
+        What was logged before `started`, by an earlier launch, says nothing about the speed now.
+        """
         for line in self._reader.read():
             if self.first is None:
                 self.first = _first_time(self._path) or line.time
             if not line.values:
                 self.steps.clear()
-            self.steps.add(line.time, line.step)
+            if line.time >= started:
+                self.steps.add(line.time, line.step)
             self.last, self._logged = line.time, line.step
             self._losses |= {k: v for k, v in line.values.items() if k.endswith("loss")}
         self.step = self._logged

@@ -17,7 +17,7 @@ from springline.launch.directory import is_held
 from springline.launch.state import NAME as LAUNCH_NAME
 from springline.launch.state import LaunchState, WorkerEntry, WorkerState
 from springline.monitor.metrics import FOLDER
-from springline.monitor.sources import CenterReader, CenterState, RankReader
+from springline.monitor.sources import CenterReader, CenterState, RankReader, read_launch
 
 # A worker that is no member of its center any more, where no launcher tells why.
 State = WorkerState | Literal["left"]
@@ -34,7 +34,7 @@ class WorkerStatus:
     rank: int
     state: State
     step: int = 0
-    rate: float | None = None  # steps per second over the last few seconds
+    rate: float | None = None  # steps per second over the last few seconds, while it runs
     loss: float | None = None  # the last one; NaN if it was not finite
     exchanges: int = 0
     milliseconds: float | None = None  # per exchange, over the last few seconds
@@ -50,7 +50,7 @@ class Status:
     settings: dict[str, Any]  # the center's: rule, period, workers, ...
     version: int | None  # the center's
     bytes_exchanged: int
-    elapsed: float  # seconds
+    elapsed: float  # seconds, without the pauses between two launches
     checkpoint_age: float | None  # seconds
     total: int | None  # steps that each worker is to make
     over: bool
@@ -83,7 +83,7 @@ class StatusReader:
 
     def read(self) -> Status:
         """Read the state now."""
-        launch = _read_launch(self.directory)
+        launch = read_launch(self.directory)
         center = self._center.read()
         if launch is None and center.plan is None and not (self.directory / FOLDER).is_dir():
             raise NotARunError(
@@ -101,6 +101,7 @@ class StatusReader:
         lasts = [rank.last for rank in self._ranks.values() if rank.last]
         started = launch.started if launch else min(firsts, default=now)
         ended = (launch and launch.ended) or max(lasts, default=started)
+        before = launch.seconds_before if launch else 0.0
         saved = self._saved(launch)
         return Status(
             directory=self.directory,
@@ -108,7 +109,7 @@ class StatusReader:
             settings=center.plan.settings if center.plan else {},
             version=center.version,
             bytes_exchanged=center.bytes_exchanged,
-            elapsed=max(0.0, (ended if over else now) - started),
+            elapsed=before + max(0.0, (ended if over else now) - started),
             checkpoint_age=None if saved is None else max(0.0, now - saved),
             total=self._total(launch),
             over=over,
@@ -133,15 +134,14 @@ class StatusReader:
         path = self.directory / FOLDER / f"rank-{k}.jsonl"
         rank = self._ranks.setdefault(k, RankReader(path))
         done = center.progress[k] if k < len(center.progress) else None
-        rank.read(done, now)
+        rank.read(done, now, launch.started if launch else 0.0)
         entry = next((e for e in launch.workers if e.rank == k), None) if launch else None
         state = _state(entry, launched, k in center.members, rank.step)
-        idle = state in ("starting", "restarting")
         return WorkerStatus(
             rank=k,
             state=state,
             step=rank.step,
-            rate=None if idle else rank.steps.rate(now if state == "running" else None),
+            rate=rank.steps.rate(now) if state == "running" else None,
             loss=rank.loss,
             exchanges=done.exchanges if done else 0,
             milliseconds=rank.milliseconds,
@@ -163,15 +163,6 @@ class StatusReader:
             return int(path.read_text("utf-8"))
         except (FileNotFoundError, ValueError):
             return None
-
-
-def _read_launch(directory: Path) -> LaunchState | None:
-    try:
-        return LaunchState.read(directory)
-    except NotADirectoryError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CenterError(f"Cannot read {directory / LAUNCH_NAME}: {error!r}.") from error
 
 
 def _state(entry: WorkerEntry | None, launched: bool, member: bool, step: int) -> State:

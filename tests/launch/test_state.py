@@ -1,0 +1,51 @@
+"""`launch.json`: what one launch leaves to the next."""
+
+import os
+
+import pytest
+
+from springline.launch.state import LaunchState, WorkerEntry
+
+
+def state(started, *workers, **values):
+    return LaunchState("train.py", [], started, 1, list(workers), **values)
+
+
+def test_what_is_written_is_read(tmp_path):
+    written = state(7.0, WorkerEntry(0, starts=[5.0, 8.0]), earlier=[(4.0, 6.0)], ended=9.0)
+    written.write(tmp_path)
+    assert LaunchState.read(tmp_path) == written
+
+
+def test_a_launch_counts_on(tmp_path):
+    before = state(10.0, WorkerEntry(0, starts=[3.0, 11.0], restarts=1), WorkerEntry(1), ended=15.0)
+    before.earlier = [(2.0, 5.0)]
+    before.write(tmp_path)
+    now = state(30.0, WorkerEntry(1), WorkerEntry(0), WorkerEntry(2))
+    now.go_on(tmp_path)
+    assert [worker.starts for worker in now.workers] == [[], [3.0, 11.0], []]
+    assert [worker.restarts for worker in now.workers] == [0, 0, 0]
+    assert now.launches == [2.0, 10.0, 30.0]
+    assert now.seconds_before == 3 + 5
+
+
+def test_a_launcher_that_was_killed_ended_when_it_was_last_seen(tmp_path):
+    state(10.0).write(tmp_path)
+    os.utime(tmp_path / "launch.json", (14, 14))
+    now = state(30.0)
+    now.go_on(tmp_path)
+    assert now.earlier == [(10.0, 14.0)]
+    (tmp_path / "metrics").mkdir()
+    (tmp_path / "metrics" / "rank-1.jsonl").touch()
+    os.utime(tmp_path / "metrics" / "rank-1.jsonl", (17, 17))
+    now.go_on(tmp_path)
+    assert now.earlier == [(10.0, 17.0)]
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", '{"script": "x"}'])
+def test_nothing_that_can_be_read_is_a_new_beginning(tmp_path, text):
+    if text:
+        (tmp_path / "launch.json").write_text(text)
+    now = state(30.0, WorkerEntry(0))
+    now.go_on(tmp_path)
+    assert now == state(30.0, WorkerEntry(0))
