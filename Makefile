@@ -4,6 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 export OPENBLAS_NUM_THREADS ?= 1
+export TF_CPP_MIN_LOG_LEVEL ?= 2
 
 .PHONY: help setup demo demo-digits demo-gpt test test-all lint format bench clean
 
@@ -14,7 +15,7 @@ setup: $(READY)  ## a .venv with everything that demo and tests need
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,plots,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,tensorflow,plots,dev]'
 	@touch $@
 
 demo: demo-digits demo-gpt  ## both of the following

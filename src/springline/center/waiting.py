@@ -15,7 +15,7 @@ _log = logging.getLogger("springline")
 
 def wait_until(
     done: Callable[[], bool],
-    missing: Callable[[], Collection[int]],
+    missing: Callable[[], Collection[int | str]],
     timeout: float | None,
     what: str,
 ) -> None:
@@ -23,12 +23,12 @@ def wait_until(
 
     Args:
         done: whether the wait is over.
-        missing: the ranks that are waited for, for the messages.
+        missing: who is waited for, ranks or names, for the messages.
         timeout: seconds after which the wait fails; None for ever.
         what: what is waited for, for the messages.
 
     Raises:
-        RoundTimeoutError: naming the missing ranks.
+        RoundTimeoutError: naming who is missing.
     """
     start = time.monotonic()
     warn_at = start + WARN_EVERY
@@ -37,15 +37,16 @@ def wait_until(
         now = time.monotonic()
         if timeout is not None and now - start > timeout:
             raise RoundTimeoutError(
-                f"Waited {timeout:g} s for {what}; missing: {_ranks(missing())}. Are they running? "
+                f"Waited {timeout:g} s for {what}; missing: {_names(missing())}. Are they running? "
                 "A larger `timeout` waits longer."
             )
         if now > warn_at:
-            _log.warning("Waiting for %s since %.0f s: %s", what, now - start, _ranks(missing()))
+            _log.warning("Waiting for %s since %.0f s: %s", what, now - start, _names(missing()))
             warn_at += WARN_EVERY
         time.sleep(pause)
         pause = min(pause * 1.3, _LONGEST_PAUSE)
 
 
-def _ranks(ranks: Collection[int]) -> str:
-    return ", ".join(f"rank {rank}" for rank in sorted(ranks)) or "nobody"
+def _names(missing: Collection[int | str]) -> str:
+    names = (f"rank {who}" if isinstance(who, int) else who for who in sorted(missing, key=str))
+    return ", ".join(names) or "nobody"

@@ -1,0 +1,149 @@
+"""Elastic averaging on parameter servers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from springline.rules import ElasticAverage
+from springline.tensorflow.getter import ElasticAverageCustomGetter, Trio, Variable
+from springline.tensorflow.members import Barrier, Members
+from springline.tensorflow.optimizer import Call, CenterOptimizer, GradsAndVars
+from springline.tensorflow.shards import Shard, Tensor, after, finite
+
+
+class ElasticAverageOptimizer(CenterOptimizer):
+    """Every `communication_period` steps worker and center move towards each other.
+
+    Asynchronous. With `x` the worker's variables and `c` their centers: `δ = α(x − c)`, `c` becomes
+    `c + δ` and `x` becomes `x − δ`.
+
+    Args:
+        opt: the optimizer of the local steps, any of `tf.compat.v1.train`.
+        num_worker: how many workers there are.
+        ea_custom_getter: the getter that the model's variables were made with.
+        communication_period: τ, local steps between two exchanges.
+        moving_rate: α in (0, 1]. The default is `0.9 / τ / num_worker`, as it was in TensorFlow 1;
+            the paper's authors use `0.9 / num_worker`, and so does the rest of springline.
+        rho: the exploration penalty, `ρ·½‖x − c̃‖²` in the loss, with `c̃` the center as it was at
+            the last exchange. The default is α divided by the learning rate. 0 costs nothing, and
+            is advised for asynchronous runs.
+        use_locking: whether updates of the center are made under a lock.
+        synchronous: whether all workers wait for each other before the first step.
+        name: of the operations.
+        timeout: seconds to wait for others before the first step, if `synchronous`.
+    """
+
+    getter_type = ElasticAverageCustomGetter
+    BETA = ElasticAverage.BETA
+
+    def __init__(
+        self,
+        opt: Any,
+        num_worker: int,
+        ea_custom_getter: ElasticAverageCustomGetter,
+        communication_period: int = 10,
+        moving_rate: float | None = None,
+        rho: Any = None,
+        use_locking: bool = True,
+        synchronous: bool = False,
+        name: str = "ElasticAverageOptimizer",
+        *,
+        timeout: float | None = None,
+    ) -> None:
+        period = ("communication_period", communication_period)
+        super().__init__(opt, num_worker, ea_custom_getter, period, use_locking, name, timeout)
+        α = self.BETA / self._period / num_worker if moving_rate is None else moving_rate
+        rate = rho if rho is not None else _rate_of(opt, α)
+        self._rule = ElasticAverage(
+            period=self._period,
+            workers=self._num_worker,
+            moving_rate=α,
+            rho=rate if isinstance(rate, float | int) else 0.0,
+        )
+        self._rho = rate
+        self._synchronous = synchronous
+        self._barrier: Barrier | None = None
+
+    def get_init_op(self, task_index: int) -> Any:
+        """Return the operation that sets this worker's variables to the center.
+
+        Run it before the first step if you do not use the hook.
+        """
+        init = self._init_op()
+        if not self._synchronous:
+            return init
+        with tf.control_dependencies([init]):
+            return self._make_barrier().wait(self._reach, self._timeout).op
+
+    def make_session_run_hook(self, is_chief: bool, task_index: int) -> Any:
+        """Return the hook for `MonitoredTrainingSession`."""
+        if self._synchronous:
+            self._barrier = self._make_barrier()
+        return self._hook(is_chief)
+
+    def start_in(self, session: Any) -> None:
+        """Wait for all workers, once in the life of a center."""
+        if self._barrier:
+            self._barrier.wait_in(session, self._timeout)
+
+    def _make_barrier(self) -> Barrier:
+        members = Members(self._getter.task, self._num_worker)
+        return Barrier(members, self.first_shard(), self.get_name())
+
+    def _penalize(self, gradients: GradsAndVars, grad_loss: Any) -> list[tuple[Any, Variable]]:
+        if isinstance(self._rho, float | int) and self._rho == 0:
+            return list(gradients)
+        return [(self._pulled(g, v, grad_loss), v) for g, v in gradients]
+
+    def _pulled(self, g: Any, v: Variable, grad_loss: Any) -> Tensor:
+        """`g + ρ(x − c̃)`, scaled as the loss is."""
+        trio = self._getter.trio(v)
+        pull = tf.cast(self._rho, v.dtype) * (v.read_value() - trio.beside.read_value())
+        if grad_loss is not None:
+            pull *= tf.cast(grad_loss, v.dtype)
+        return pull if g is None else tf.convert_to_tensor(g) + pull
+
+    def _start(self, trio: Trio, c: Tensor) -> list[Any]:
+        return [trio.local.assign(c), trio.beside.assign(c)]
+
+    def _exchange(self, shards: Sequence[Shard], call: Call) -> Tensor:
+        """Pull `c`, push `δ`."""
+        done = []
+        for shard in shards:
+            centers = call(shard, shard.read) if shard.trios else []
+            deltas = [
+                finite(
+                    (trio.local.read_value() - c) * tf.cast(self._rule.alpha, c.dtype), trio.local
+                )
+                for trio, c in zip(shard.trios, centers, strict=True)
+            ]
+
+            def add(*deltas: Tensor, shard: Shard = shard) -> list[Tensor]:
+                sums = [
+                    c.assign_add(δ, use_locking=self._locking)
+                    for c, δ in zip(shard.centers, deltas, strict=True)
+                ]
+                return [after([*sums, *shard.count()])]
+
+            with tf.control_dependencies(call(shard, add, deltas)):
+                for trio, c, δ in zip(shard.trios, centers, deltas, strict=True):
+                    done += [trio.local.assign_sub(δ), trio.beside.assign(c)]
+                done.append(tf.no_op())
+        return after(done)
+
+
+def _rate_of(opt: Any, α: float) -> Any:
+    """Return the default ρ, `α / learning_rate`; 0 where nothing is learned."""
+    rate = getattr(opt, "_learning_rate", getattr(opt, "_lr", None))
+    rate = rate() if callable(rate) else rate
+    if rate is None:
+        raise ValueError(
+            f"The default of `rho` is moving_rate / learning_rate, but {type(opt).__name__} has no "
+            "learning rate that could be found. Give `rho`; 0.0 is advised for asynchronous runs."
+        )
+    if isinstance(rate, float | int):
+        return α / rate if rate else 0.0
+    return tf.math.divide_no_nan(tf.cast(α, rate.dtype), rate)

@@ -1,0 +1,143 @@
+"""Custom getters: every trainable variable gets a local copy on the worker and a center on the ps.
+
+They are for `tf.compat.v1.variable_scope(custom_getter=...)` under
+`tf.compat.v1.train.replica_device_setter`, which places the centers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, NamedTuple
+
+import tensorflow as tf
+
+GLOBAL_VARIABLE_NAME = "global_center_variable"
+LOCAL_VARIABLE_NAME = "local_center_variable"
+GRAD_VARIABLE_NAME = "grad_variable"
+
+Variable = Any  # a tf.Variable of graph mode, resource or reference
+v1 = tf.compat.v1
+
+
+class Trio(NamedTuple):
+    """A variable of the worker, and what belongs to it. A slice, if it is partitioned."""
+
+    local: Variable  # x
+    center: Variable  # c
+    beside: Variable  # c̃ or a; None if the rule keeps neither
+
+
+class CustomGetter:
+    """What the three getters have in common.
+
+    Args:
+        worker_device: the device of this worker's variables, such as `/job:worker/task:0`.
+    """
+
+    beside: ClassVar[str | None] = None  # the name of what the rule keeps per variable
+
+    def __init__(self, worker_device: str) -> None:
+        if not isinstance(worker_device, str):
+            raise TypeError(
+                "`worker_device` must be a string such as '/job:worker/task:0'. "
+                f"Received: {worker_device!r}."
+            )
+        self.worker_device = worker_device
+        self._trios: dict[Any, Trio] = {}  # by the local variable
+
+    def __call__(
+        self,
+        getter: Callable[..., Variable],
+        name: str,
+        trainable: bool | None,
+        collections: Iterable[str] | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Variable:
+        """Make (or find again) a variable; a trainable one with its center."""
+        if not _is_trainable(trainable, kwargs.get("synchronization")):
+            return getter(name, *args, trainable=trainable, collections=collections, **kwargs)
+        keys = v1.GraphKeys
+        given = [key for key in collections or () if key != keys.GLOBAL_VARIABLES]
+        with v1.device(self.worker_device):
+            local = getter(
+                name,
+                *args,
+                trainable=True,
+                collections=[*given, keys.LOCAL_VARIABLES],
+                **kwargs,
+            )
+        plain = {**kwargs, "regularizer": None, "trainable": False}  # a loss counts once
+        center = getter(
+            f"{GLOBAL_VARIABLE_NAME}/{name}",
+            *args,
+            collections=[keys.GLOBAL_VARIABLES],
+            **plain,
+        )
+        beside = None
+        if self.beside:
+            like = {"shape": local.shape, "dtype": local.dtype.base_dtype}
+            like |= {"initializer": v1.zeros_initializer(), "constraint": None}
+            with v1.device(self.worker_device):
+                beside = getter(
+                    f"{self.beside}/{name}",
+                    *args,
+                    collections=[keys.LOCAL_VARIABLES],
+                    **plain | like,
+                )
+        for trio in zip(*map(_slices, (local, center, beside)), strict=False):
+            self._trios[trio[0].ref()] = Trio(*trio)
+        return local
+
+    def trio(self, variable: Variable) -> Trio:
+        """Return what belongs to a variable of the worker."""
+        trio = self._trios.get(variable.ref())
+        if trio is None:
+            raise ValueError(
+                f"{variable.name!r} was not made through this getter, so it has no center. Make "
+                "it with `tf.compat.v1.get_variable` inside `variable_scope(..., "
+                f"custom_getter={type(self).__name__})`, or leave it out of `var_list`."
+            )
+        return trio
+
+    def trios(self) -> list[Trio]:
+        """Return all of the current graph, in the order they were made."""
+        graph = v1.get_default_graph()
+        return [trio for trio in self._trios.values() if trio.local.graph is graph]
+
+    @property
+    def task(self) -> str:
+        """This worker, as others see it: `/job:worker/task:1`."""
+        spec = v1.DeviceSpec.from_string(self.worker_device)
+        return f"/job:{spec.job or 'worker'}/task:{spec.task or 0}"
+
+
+class ElasticAverageCustomGetter(CustomGetter):
+    """For `ElasticAverageOptimizer`: beside each variable its worker's last copy of the center."""
+
+    beside = LOCAL_VARIABLE_NAME
+
+
+class ModelAverageCustomGetter(CustomGetter):
+    """For `ModelAverageOptimizer`."""
+
+
+class AGNCustomGetter(CustomGetter):
+    """For `AGNOptimizer`: beside each variable its accumulated gradient."""
+
+    beside = GRAD_VARIABLE_NAME
+
+
+def _is_trainable(trainable: bool | None, synchronization: Any) -> bool:
+    if trainable is None:
+        return bool(synchronization != tf.VariableSynchronization.ON_READ)
+    return trainable
+
+
+def _slices(variable: Variable | None) -> Iterable[Any]:
+    """Return the slices of a partitioned variable, or the variable itself."""
+    if variable is None:
+        return iter(lambda: None, object())  # None, as often as it is asked
+    if hasattr(variable, "_get_variable_list") or not hasattr(variable, "ref"):
+        return list(variable)
+    return [variable]

@@ -1,0 +1,138 @@
+"""Who is there, kept on a server: for the barrier before the first step and for rounds.
+
+A hash table of the server maps the name of a task to a number. It needs no initialisation, lives as
+long as the server does, and is in no checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from springline.center.waiting import WARN_EVERY, wait_until
+from springline.tensorflow.getter import v1
+from springline.tensorflow.shards import Shard, Tensor, after, direct, only_if
+
+_raw = tf.raw_ops
+
+
+class Table:
+    """A table of task names and numbers, on the device of a shard; 0 for names it does not hold."""
+
+    def __init__(self, shard: Shard, name: str) -> None:
+        with v1.device(shard.device):
+            self._handle = _raw.MutableHashTableV2(
+                key_dtype=tf.string, value_dtype=tf.int64, shared_name=f"springline/{name}"
+            )
+
+    def __getitem__(self, name: str) -> Tensor:
+        zero = tf.constant(0, tf.int64)
+        return _raw.LookupTableFindV2(
+            table_handle=self._handle, keys=tf.constant(name), default_value=zero
+        )
+
+    def put(self, name: str, value: Any) -> Any:
+        """Return the operation that sets a name's number."""
+        return _raw.LookupTableInsertV2(
+            table_handle=self._handle, keys=tf.constant(name), values=tf.cast(value, tf.int64)
+        )
+
+    def all(self) -> tuple[Tensor, Tensor]:
+        """Return all names, and their numbers."""
+        names, numbers = _raw.LookupTableExportV2(
+            table_handle=self._handle, Tkeys=tf.string, Tvalues=tf.int64
+        )
+        return tf.ensure_shape(names, [None]), tf.ensure_shape(numbers, [None])
+
+
+class Members:
+    """The tasks of the workers, as they are called in messages and tables.
+
+    Args:
+        task: this worker, `/job:worker/task:0`.
+        workers: how many there are.
+    """
+
+    def __init__(self, task: str, workers: int) -> None:
+        self.task = task
+        self.workers = workers
+        self.names = [f"{task.rpartition(':')[0]}:{k}" for k in range(workers)]
+
+    def missing(self, names: Tensor, numbers: Tensor, least: Any) -> Tensor:
+        """Return the tasks whose number is not yet `least`."""
+        all_ = tf.constant(self.names)
+        here = tf.equal(names[None], all_[:, None]) & (numbers[None] >= least)
+        return tf.boolean_mask(all_, ~tf.reduce_any(here, 1))
+
+
+class Barrier:
+    """All workers wait for each other, once in the life of the server that holds the table."""
+
+    def __init__(self, members: Members, shard: Shard, name: str) -> None:
+        self._members = members
+        self._shard = shard
+        self._table = Table(shard, f"{name}/barrier")
+        self._look = direct(shard, self._arrive)
+
+    def wait_in(self, session: Any, timeout: float | None) -> None:
+        """Wait, in runs of a session."""
+        missing: list[str] = []
+
+        def done() -> bool:
+            started, names = session.run(self._look)
+            missing[:] = [name.decode() for name in names]
+            return bool(started)
+
+        wait_until(done, lambda: missing, timeout, "all workers to start")
+
+    def wait(self, call: Callable[..., list[Tensor]], timeout: float | None) -> Tensor:
+        """Wait, in the graph."""
+        look = lambda: tuple(call(self._shard, self._arrive))  # noqa: E731
+        return wait_in_graph(look, timeout, "all workers to start")
+
+    def _arrive(self) -> list[Tensor]:
+        """Body: whether all have started, and who is missing."""
+        started, workers = "all have started", self._members.workers
+        with tf.control_dependencies([self._table.put(self._members.task, 1)]):
+            names, numbers = self._table.all()
+            done = (tf.size(names) >= workers) | (self._table[started] > 0)
+        mark = only_if(done, lambda: after([self._table.put(started, 1)]))
+        with tf.control_dependencies([mark]):
+            return [tf.identity(done), self._members.missing(names, numbers, 1)]
+
+
+def wait_in_graph(
+    look: Callable[[], tuple[Tensor, Tensor]], timeout: float | None, what: str
+) -> Tensor:
+    """Look again and again, in the graph, until the first of what `look` returns is true.
+
+    The second are the names of those who are missing, for the messages.
+    """
+    start = tf.timestamp()
+
+    def waiting(done: Tensor, missing: Tensor, warn_at: Tensor) -> Tensor:
+        return ~done if timeout is None else ~done & (tf.timestamp() - start < timeout)
+
+    def again(done: Tensor, missing: Tensor, warn_at: Tensor) -> tuple[Tensor, ...]:
+        done, missing = look()
+        now = tf.timestamp()
+
+        def warn() -> Tensor:
+            words = tf.strings.reduce_join(missing, separator=", ")
+            with tf.control_dependencies([tf.print(f"Waiting for {what}; missing:", words)]):
+                return now + WARN_EVERY
+
+        return done, missing, tf.cond(~done & (now > warn_at), warn, lambda: warn_at)
+
+    done, missing, _ = tf.while_loop(
+        waiting,
+        again,
+        [tf.constant(False), tf.constant([], tf.string), start + WARN_EVERY],
+        shape_invariants=[tf.TensorShape([]), tf.TensorShape([None]), tf.TensorShape([])],
+        parallel_iterations=1,
+    )
+    late = f"Waited {timeout} s for {what}; missing:"
+    check = tf.debugging.Assert(done, [late, missing, "Are they running?"], summarize=100)
+    return after([check])

@@ -1,0 +1,309 @@
+"""What the three optimizers share: the local step, when an exchange is due, and how it is reached.
+
+A rule says what an exchange is, twice removed from where it runs: `_exchange` is written with
+`call`, which reaches a part of the center directly or remotely (see shards.py). The operation of
+`apply_gradients` exchanges by itself, remotely; under the hook, which can make the exchange a run
+of its own, directly.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import tensorflow as tf
+
+from springline.rules.rule import at_least_one
+from springline.tensorflow.getter import CustomGetter, Trio, Variable, v1
+from springline.tensorflow.hook import CenterHook
+from springline.tensorflow.saver import SwappingSaver
+from springline.tensorflow.shards import (
+    Body,
+    Shard,
+    Tensor,
+    cut,
+    detached,
+    direct,
+    is_resource,
+    only_if,
+    remote,
+)
+
+GradsAndVars = Sequence[tuple[Any, Variable]]
+
+
+class Call(Protocol):
+    """Calls a body where a shard lives."""
+
+    def __call__(self, shard: Shard, body: Body, inputs: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Return what the body returns."""
+
+
+@dataclass
+class Step:
+    """What one call of `apply_gradients` has built."""
+
+    count: Tensor  # the local step, after it was counted
+    exchange: Any  # what the hook runs
+
+
+class CenterOptimizer(v1.train.Optimizer):
+    """An optimizer that wraps another, and now and then exchanges with the center."""
+
+    getter_type: ClassVar[type[CustomGetter]]
+
+    def __init__(
+        self,
+        opt: Any,
+        num_worker: int,
+        getter: CustomGetter,
+        period: tuple[str, int],
+        use_locking: bool,
+        name: str,
+        timeout: float | None,
+    ) -> None:
+        super().__init__(use_locking, name)
+        if not isinstance(opt, v1.train.Optimizer):
+            raise TypeError(
+                "The wrapped optimizer must be one of `tf.compat.v1.train`'s, such as "
+                f"`tf.compat.v1.train.MomentumOptimizer`. Received: {opt!r}."
+            )
+        at_least_one("num_worker", num_worker, "It is the number of workers of the cluster.")
+        at_least_one(*period, "It is the number of local steps between two exchanges.")
+        if not isinstance(getter, self.getter_type):
+            raise TypeError(
+                f"{type(self).__name__} needs the {self.getter_type.__name__} that the model's "
+                f"variables were made with. Received: {getter!r}."
+            )
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"`timeout` must be a number of seconds > 0. Received: {timeout!r}.")
+        self._opt = opt
+        self._num_worker = int(num_worker)
+        self._getter = getter
+        self._period = int(period[1])
+        self._locking = use_locking
+        self._timeout = timeout
+        self._steps: list[Step] = []
+        with v1.device(getter.worker_device):
+            self._local_step = v1.Variable(
+                tf.zeros([], tf.int64),
+                trainable=False,
+                collections=[v1.GraphKeys.LOCAL_VARIABLES],
+                name="local_step",
+            )
+            # Fed with False by the hook, which exchanges itself.
+            self._in_step = v1.placeholder_with_default(True, [], f"{name}_exchanges_in_step")
+
+    # What TensorFlow's optimizers have.
+
+    def compute_gradients(
+        self,
+        loss: Any,
+        var_list: Sequence[Variable] | None = None,
+        gate_gradients: int = v1.train.Optimizer.GATE_OP,
+        aggregation_method: Any = None,
+        colocate_gradients_with_ops: bool = False,
+        grad_loss: Any = None,
+    ) -> list[tuple[Any, Variable]]:
+        """Compute gradients of `loss`, for `apply_gradients`.
+
+        Args:
+            loss: a tensor, or a callable without arguments that returns one.
+            var_list: the variables; by default all trainable ones of the graph.
+            gate_gradients: `GATE_NONE`, `GATE_OP` or `GATE_GRAPH`.
+            aggregation_method: of `tf.AggregationMethod`, how gradient terms are added.
+            colocate_gradients_with_ops: whether gradients are computed where their operations are.
+            grad_loss: the gradient of `loss` itself, for instance a loss scale.
+
+        Returns:
+            (gradient, variable) pairs; a gradient is a tensor, an `IndexedSlices` or None.
+        """
+        gradients = self._opt.compute_gradients(
+            loss,
+            var_list=var_list,
+            gate_gradients=gate_gradients,
+            aggregation_method=aggregation_method,
+            colocate_gradients_with_ops=colocate_gradients_with_ops,
+            grad_loss=grad_loss,
+        )
+        return self._penalize(gradients, grad_loss)
+
+    def apply_gradients(
+        self, grads_and_vars: GradsAndVars, global_step: Any = None, name: str | None = None
+    ) -> Any:
+        """Take a local step and, when the period is over, exchange with the center.
+
+        Args:
+            grads_and_vars: what `compute_gradients` returned.
+            global_step: counts the exchanges.
+            name: of the operation; by default the optimizer's.
+
+        Returns:
+            an operation that does all this by itself.
+
+        Raises:
+            TypeError: `grads_and_vars` is malformed.
+            ValueError: no variable has a gradient, or one was not made through the getter.
+        """
+        trained = self._checked(grads_and_vars)
+        trios = [trio for _, trio in trained]
+        shards = cut(trios, global_step)
+        worker = self._getter.worker_device
+        with v1.name_scope(name or self.get_name()) as scope, v1.device(worker):
+            with self._local_variables():
+                update = self._opt.apply_gradients([(g, trio.local) for g, trio in trained])
+            with tf.control_dependencies([update, *self._observe(trained)]):
+                count = tf.identity(self._local_step.assign_add(1))
+            self._build(shards)
+            self._steps.append(Step(count, self._own_run(shards)))
+            with tf.control_dependencies([count]):
+                due = tf.equal(count % self._period, 0) & self._in_step
+                return tf.group(self._exchange_if(due, shards), name=scope)
+
+    def get_slot(self, var: Variable, name: str) -> Any:
+        """Return a slot of the wrapped optimizer, or None."""
+        return self._opt.get_slot(var, name)
+
+    def get_slot_names(self) -> list[str]:
+        """Return the names of the wrapped optimizer's slots."""
+        return list(self._opt.get_slot_names())
+
+    def variables(self) -> list[Variable]:
+        """Return all variables of the wrapped optimizer's state."""
+        return list(self._opt.variables())
+
+    # What springline's have beside that.
+
+    def _init_op(self) -> Any:
+        """Return the operation that sets every variable of the worker to the center."""
+        with v1.name_scope(f"{self.get_name()}_init"):
+            return tf.group(
+                *(
+                    operation
+                    for shard in cut(self._getter.trios(), None)
+                    for trio, c in zip(shard.trios, direct(shard, shard.read), strict=True)
+                    for operation in self._start(trio, c)
+                )
+            )
+
+    def swapping_saver(
+        self, var_list: Any = None, name: str = "swapping_saver", **kwargs: Any
+    ) -> SwappingSaver:
+        """Return a saver that saves the center under the names of the model's own variables.
+
+        Args:
+            var_list: what to save, as for `tf.compat.v1.train.Saver`; by default all trainable
+                variables that there are.
+            name: of the saver.
+            **kwargs: of `tf.compat.v1.train.Saver`.
+
+        Raises:
+            RuntimeError: no variable was made through the getter yet.
+        """
+        trios = self._getter.trios()
+        if not trios:
+            raise RuntimeError(
+                "There is no center to save: no trainable variable was made through the "
+                f"{self.getter_type.__name__}. Make the model first."
+            )
+        centers = {trio.local.ref(): trio.center for trio in trios}
+        return SwappingSaver(var_list, centers, name=name, **kwargs)
+
+    # What the rules do differently.
+
+    def _penalize(self, gradients: GradsAndVars, grad_loss: Any) -> list[tuple[Any, Variable]]:
+        """Add to the gradients what the rule adds to the loss."""
+        return list(gradients)
+
+    def _observe(self, trained: Sequence[tuple[Any, Trio]]) -> list[Any]:
+        """Return operations that see the gradients of a step."""
+        return []
+
+    def _build(self, shards: Sequence[Shard]) -> None:
+        """Make what the rule keeps on the shards."""
+
+    def _start(self, trio: Trio, c: Tensor) -> list[Any]:
+        """Return the operations that set a variable to the center."""
+        return [trio.local.assign(c)]
+
+    @abstractmethod
+    def _exchange(self, shards: Sequence[Shard], call: Call) -> Tensor:
+        """Return a tensor that is there when an exchange is done."""
+
+    def _own_run(self, shards: Sequence[Shard]) -> Any:
+        """Return what `exchange_in` needs for an exchange in runs of its own."""
+        return self._exchange(shards, direct)
+
+    def exchange_in(self, session: Any, exchange: Any) -> None:
+        """Exchange in runs of its own."""
+        session.run(exchange)
+
+    def start_in(self, session: Any) -> None:
+        """Wait for others before the first step, if the rule does."""
+
+    def _checked(self, grads_and_vars: GradsAndVars) -> list[tuple[Any, Trio]]:
+        try:
+            pairs = [(g, v) for g, v in grads_and_vars]
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                "`grads_and_vars` must be a list of (gradient, variable) pairs, as "
+                f"`compute_gradients` returns. Received: {grads_and_vars!r}."
+            ) from error
+        for g, v in pairs:
+            if not isinstance(v, tf.Variable) or (
+                g is not None and not isinstance(g, tf.Tensor | tf.IndexedSlices)
+            ):
+                raise TypeError(
+                    "`grads_and_vars` must hold (gradient, variable) pairs, a gradient being a "
+                    f"tensor, an IndexedSlices or None. Received: ({g!r}, {v!r})."
+                )
+        trained = [(g, self._getter.trio(v)) for g, v in pairs if g is not None]
+        if not trained:
+            raise ValueError(
+                "No variable has a gradient: does the loss depend on them? Received: "
+                f"{[v.name for _, v in pairs]}."
+            )
+        return trained
+
+    def _exchange_if(self, due: Tensor, shards: Sequence[Shard]) -> Tensor:
+        """Exchange if it is due, without touching the servers if it is not."""
+        variables = [v for s in shards for v in (*s.centers, s.counter) if v is not None]
+        variables += [v for s in shards for trio in s.trios for v in trio if v is not None]
+        if not all(map(is_resource, variables)):
+            # A function cannot open reference variables, so they are in the graph.
+            return only_if(due, lambda: self._exchange(shards, direct))
+        function, values = detached(lambda: [self._exchange(shards, self._reach)], inline=False)
+
+        def called() -> Tensor:
+            return tf.raw_ops.StatefulPartitionedCall(args=values, Tout=[tf.int32], f=function)[0]
+
+        return only_if(due, called)
+
+    def _reach(self, shard: Shard, body: Body, inputs: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Call remotely what is on another task."""
+        here = v1.DeviceSpec.from_string(self._getter.worker_device)
+        there = v1.DeviceSpec.from_string(shard.device)
+        elsewhere = there.job and (there.job, there.task) != (here.job, here.task)
+        return (remote if elsewhere else direct)(shard, body, inputs)
+
+    def first_shard(self) -> Shard:
+        """Return the shard of the first center, which is the same for every worker."""
+        return cut(self._getter.trios(), None)[0]
+
+    @contextmanager
+    def _local_variables(self) -> Iterator[None]:
+        """Whatever is made here is local to the worker; nobody else waits for it."""
+
+        def local(next_creator: Any, **kwargs: Any) -> Variable:
+            kwargs |= {"collections": [v1.GraphKeys.LOCAL_VARIABLES], "trainable": False}
+            with v1.device(self._getter.worker_device):
+                return next_creator(**kwargs)
+
+        with v1.variable_creator_scope(local):
+            yield
+
+    def _hook(self, is_chief: bool) -> CenterHook:
+        return CenterHook(self, is_chief)
