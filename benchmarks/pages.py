@@ -1,12 +1,12 @@
-"""What the pages of the torch benchmarks have in common."""
+"""What the pages of the benchmarks have in common."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Iterator, Sequence
+from importlib.metadata import version
 
 import numpy as np
-import torch
 
 from springline.launch.process import cores
 
@@ -17,9 +17,9 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[
         yield f"| {' | '.join(cells)} |"
 
 
-def facts() -> str:
+def facts(framework: str = "torch") -> str:
     """Say what was measured with."""
     return (
-        f"Measured with {cores()} cores, torch {torch.__version__}, numpy {np.__version__}, "
-        f"Python {platform.python_version()}."
+        f"Measured with {cores()} cores, {framework} {version(framework)}, numpy "
+        f"{np.__version__}, Python {platform.python_version()}."
     )

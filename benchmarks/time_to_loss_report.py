@@ -92,8 +92,9 @@ core per worker; two workers see twice the data in as many steps. The loss is th
 (for one worker: of the model) on held-out text. Nothing but training is on the clock: copies are
 kept and evaluated afterwards. The learning rate's peak is tuned for every setting, by factors of
 two, until the best one is better than both its neighbours. Then the schedule of each rule's best
-setting is shortened as far as it still reaches one worker's final loss (of the same seed): the time
-until it does so, over the time of one worker's whole run, is the ratio. Below 1 two workers are
+setting (the one with the lowest loss) is shortened as far as it still reaches one worker's final
+loss (of the same seed): the time until it does so, in proportion between two evaluations, over the
+time of one worker's whole run, is the ratio. Below 1 two workers are
 faster; at 0.5 the second core is used as well as the first."""
 
 

@@ -167,7 +167,7 @@ def report(model: GPT, opt: CenterOptimizer, held_out: Tensor, characters: str, 
         text = sample(model, characters, seed)
     lines = [
         f"The center writes:\n\n{text}\n",
-        f"Validation loss of the center: {loss:.4f} nats per character (the last tenth)",
+        f"Validation loss of the center: {loss:.4f} nats per character of held-out text",
     ]
     if springline.workers() > 1:
         ranks = opt.worker.center.progress()

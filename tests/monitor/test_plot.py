@@ -44,7 +44,8 @@ def test_a_row_per_quantity_a_column_for_time_and_one_for_bytes(run):
     assert axes[-1, 0].get_xlabel() == "time, seconds"
     assert axes[-1, 1].get_xlabel() == "bytes exchanged by all workers"
     for ax in axes[0]:
-        assert lines(ax) == ["faint", "worker 0", "worker 1", "center", "restart"]
+        single = ["faint"]  # the point of the restarted worker, whose life has no other
+        assert lines(ax) == ["faint", "worker 0", "worker 1", *single, "center", "restart"]
     assert lines(axes[1, 0]) == ["val", "restart"]
 
 
@@ -297,3 +298,15 @@ def test_a_place_that_cannot_be_written(run, caplog):
 def test_springline_alone_imports_neither_rich_nor_matplotlib():
     script = "import sys, springline; print({'rich', 'matplotlib'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", script], text=True) == "set()\n"
+
+
+def test_a_life_is_smoothed_by_itself(directory):
+    center(directory).close()
+    before = [(k / 10, k, {"loss": 2.0 + (-1) ** k / 10}) for k in range(100)]
+    after = [(20 + k / 10, 100 + k, {"loss": 0.2 + (-1) ** k / 10}) for k in range(100)]
+    log(directory, 0, (0, 0, {}), *before, (19, 100, {}), *after)
+    (line,) = drawn(figure(directory).axes[0], "worker 0")
+    y = line.get_ydata()
+    y = y[~np.isnan(y)]
+    assert y[:100].min() > 1.8
+    assert y[100:].max() < 0.4

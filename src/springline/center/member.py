@@ -123,6 +123,7 @@ class MemoryMember(Member):
         rule, mine, ours, entry = block.rule, block.local, block.center, block.run.entry
         if entry is None or local.seen[entry]:
             message = self.message(block, local)
+            ours.large = mine.large
             if block.run.opens and rule.outer:
                 rule.outer.advance(ours.state)
             try:
@@ -142,7 +143,7 @@ class MemoryMember(Member):
         square = size(message)
         if math.isnan(square):
             raise self.non_finite(block, message)
-        block.center.large = square == math.inf
+        block.local.large = square == math.inf
         return message
 
     def non_finite(self, block: Block, message: NDArray[Any]) -> NonFiniteError:

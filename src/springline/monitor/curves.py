@@ -48,7 +48,7 @@ class Timeline:
         lines = np.unique(np.concatenate([series.time for series in self.metrics.values()]))
         births = [series.time[series.births] for series in self.metrics.values()]
         gaps = np.diff(lines, prepend=lines[0])
-        breaks = (gaps > _BREAK) & np.isin(lines, np.concatenate(births))
+        breaks = (gaps > _BREAK) & np.isin(lines, np.concatenate(births)) & (not self.launches)
         first = np.searchsorted(lines, np.array(self.launches, float))
         breaks[first[(first > 0) & (first < len(lines))]] = True
         return lines, breaks

@@ -169,7 +169,8 @@ def _draw_series(
     ax: Axes, x: Floats, y: Floats, deaths: NDArray[np.intp], line: dict[str, Any]
 ) -> None:
     """Draw a line, open or dotted where its worker was dead; a noisy one smoothed, over a faint."""
-    mean = smooth(y, 2 * (len(y) // 60) + 1) if len(y) >= _NOISY else y
+    width = 2 * (len(y) // 60) + 1 if len(y) >= _NOISY else 1
+    mean = np.concatenate([smooth(life, width) for life in np.split(y, deaths)])
     spread = np.subtract(*np.percentile(y, [95, 5])) + 1e-6 * np.abs(y).max()
     noisy = np.median(np.abs(y - mean)) > 0.01 * spread
     marker = "o" if len(y) <= (_FEW if line["zorder"] == _FRONT else 2) else ""
@@ -183,6 +184,10 @@ def _draw_series(
     if noisy:
         ax.plot(x, y, color=line["color"], lw=0.6, alpha=0.18)
     ax.plot(x, mean if noisy else y, marker=marker, ms=4, **line)
+    gap = np.isnan(np.concatenate([[np.nan], y, [np.nan]]))
+    lonely = ~gap[1:-1] & gap[:-2] & gap[2:]  # a life of one value has no line
+    if lonely.any() and not marker:
+        ax.plot(x[lonely], y[lonely], color=line["color"], marker="o", ms=3, ls="")
 
 
 def _line(label: str, color: Any) -> dict[str, Any]:

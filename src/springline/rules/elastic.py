@@ -89,11 +89,12 @@ class ElasticAverage(Rule):
 
     def merge(self, center: CenterBlock, messages: Sequence[Array], rate: float) -> None:
         """`c ← c + δ`."""
-        sum_ = center.work if center.large else center.c
         for δ in messages:
-            np.add(center.c, δ, out=sum_)
             if center.large:
-                np.copyto(center.c, sum_)
+                np.add(center.c, δ, out=center.work)
+                np.copyto(center.c, center.work)
+            else:
+                np.add(center.c, δ, out=center.c)
 
     def adopt(self, local: LocalBlock, message: Array, c: Array) -> None:
         """`x ← x − δ`."""

@@ -35,6 +35,7 @@ class LocalBlock:
     message: Array  # room for what leaves the worker, as long as x
     a: Array = field(default_factory=lambda: np.empty(0))
     copy: Array | None = None  # c̃
+    large: bool = True  # whether the message, added to a finite c, may overflow
 
 
 @dataclass(slots=True)
@@ -45,7 +46,7 @@ class CenterBlock:
     work: Array  # room for intermediate results, so that c itself never holds one
     state: Mapping[str, Array] = field(default_factory=dict)  # the outer optimizer's
     name: str = ""  # the parameter, where a block belongs to one
-    large: bool = True  # whether adding the message to a finite c may overflow
+    large: bool = True  # whether adding the messages may overflow
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -283,7 +283,8 @@ class CenterOptimizer(Wrapper):
         return self.inner.state_dict() | {"springline": self._worker_state()}
 
     def _load(self, state: State) -> None:
-        self.wait()
+        if self._overlap:
+            self._overlap.drop()  # it belongs to what is replaced
         ours = state.pop("springline", None)
         if ours is not None:
             worker_state.check(self.worker, ours)

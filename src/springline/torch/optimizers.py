@@ -10,10 +10,12 @@ from torch import Tensor
 
 from springline.center import Center
 from springline.rules import AGN, ElasticAverage, ModelAverage
-from springline.rules.rule import Rule
+from springline.rules.rule import Rule, at_least_one
 from springline.torch.optimizer import CenterOptimizer
 from springline.torch.outer import TorchOuter
 from springline.torch.wrapper import State
+
+_PERIOD = "It is the number of local steps between two exchanges."
 
 
 class ElasticAverageOptimizer(CenterOptimizer):
@@ -29,7 +31,7 @@ class ElasticAverageOptimizer(CenterOptimizer):
         rho: ρ, the exploration penalty; 0 costs nothing.
         use_locking: whether an exchange is atomic, per shard.
         synchronous: whether all workers wait for each other before the first step.
-        overlap: exchange in the background; the training loop never waits.
+        overlap: exchange in the background; the training loop waits for nobody.
         center: a center, or the directory of a shared one. By default that of the run the script
             was started in, else one of this worker's own.
         timeout: seconds after which waiting for other workers fails, naming them.
@@ -54,6 +56,8 @@ class ElasticAverageOptimizer(CenterOptimizer):
         center: Center | str | Path | None = None,
         timeout: float | None = None,
     ) -> None:
+        at_least_one("communication_period", communication_period, _PERIOD)
+
         def rule(workers: int, _: dict[str, dict[str, Any]]) -> Rule:
             return ElasticAverage(
                 period=communication_period, workers=workers, moving_rate=moving_rate, rho=rho
@@ -137,6 +141,7 @@ class ModelAverageOptimizer(CenterOptimizer):
         center: Center | str | Path | None = None,
         timeout: float | None = None,
     ) -> None:
+        at_least_one("interval_steps", interval_steps, _PERIOD)
         super().__init__(
             optimizer,
             lambda workers, _: ModelAverage(period=interval_steps, workers=workers),
@@ -162,7 +167,7 @@ class AGNOptimizer(CenterOptimizer):
         communication_period: τ, local steps between two exchanges.
         use_locking: whether an exchange is atomic, per shard.
         synchronous: whether all workers wait for each other before the first step.
-        overlap: exchange in the background; the training loop never waits.
+        overlap: exchange in the background; the training loop waits for nobody.
         center: a center, or the directory of a shared one. By default that of the run the script
             was started in, else one of this worker's own.
         timeout: seconds after which waiting for other workers fails, naming them.
@@ -180,6 +185,8 @@ class AGNOptimizer(CenterOptimizer):
         center: Center | str | Path | None = None,
         timeout: float | None = None,
     ) -> None:
+        at_least_one("communication_period", communication_period, _PERIOD)
+
         def rule(workers: int, groups: dict[str, dict[str, Any]]) -> Rule:
             outer = TorchOuter(optimizer, groups)
             return AGN(period=communication_period, workers=workers, optimizer=outer)

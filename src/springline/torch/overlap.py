@@ -2,12 +2,15 @@
 
 It works on a snapshot `s` of the worker's parameters, which the exchange turns into `s'`. When it
 is back, `x ← x + (s' − s)`: for elastic averaging that is `x − δ`, for model averaging and AGN the
-reply with the steps taken meanwhile kept. The background takes the snapshot, too, and `s' − s`; the
-training loop changes no parameter before its next step, and waits there until `s` is taken.
+reply with the steps taken meanwhile kept, but for rounding. The background takes the snapshot, too,
+while the training loop computes its next gradients; its next step waits until `s` is taken. If
+something else changes parameters in between, `s` may hold some of that, which does no harm: what is
+folded in is the exchange of `s`, whatever it was.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from springline.center.center import Local
+from springline.center.errors import CenterError
 from springline.torch.binding import Binding
 from springline.worker import Worker
 
@@ -34,8 +38,9 @@ class Overlap:
         self._worker = worker
         self._binding = binding
         self._flight: Future[None] | None = None
-        self._taken = threading.Event()  # the snapshot in flight
+        self._taken = threading.Event()  # the last snapshot
         self._taken.set()
+        self._process = os.getpid()
         self._reply = Local(worker.layout, worker.rule)  # s, then s'
         self._move = worker.layout.allocate()  # s, then s' − s
         layout, buffers = worker.layout, (worker.local.x, self._move, self._reply.x)
@@ -53,6 +58,11 @@ class Overlap:
 
     def settle(self) -> None:
         """Wait until the snapshot in flight is taken; before parameters or gradients change."""
+        if os.getpid() != self._process:
+            raise CenterError(
+                "The exchanges of `overlap=True` stayed in the process that this one was forked "
+                "from. Make the optimizer in the process that trains."
+            )
         self._taken.wait()
 
     def step(self, due: bool) -> bool:
@@ -75,11 +85,8 @@ class Overlap:
         self._flight = None
         self._binding.gather()
         with np.errstate(all="ignore"):  # after an error `s` may hold NaN, and then `x` does too
-            if self._worker.local_step == self._worker.exchanged_at:
-                np.copyto(self._worker.local.x, self._reply.x)  # no step meanwhile: to the bit
-            else:
-                for x, move, _ in self._blocks:
-                    np.add(x, move, out=x)
+            for x, move, _ in self._blocks:
+                np.add(x, move, out=x)
         self._binding.scatter()
         if error:
             raise error
@@ -96,11 +103,11 @@ class Overlap:
     def _start(self) -> None:
         self._binding.gather()
         self._worker.hand_over(self._reply)
-        self._taken.clear()
-        self._flight = Future()
+        taken, flight = threading.Event(), Future[None]()
         # Without `self`, which would not be freed while the exchange is under way.
-        worker, reply, blocks = self._worker, self._reply, self._blocks
-        self._jobs.put(partial(_exchange, worker, reply, blocks, self._taken, self._flight))
+        arguments = (self._worker, self._reply, self._blocks, taken, flight)
+        self._jobs.put(partial(_exchange, *arguments))
+        self._taken, self._flight = taken, flight  # now that somebody will set them
 
 
 def _exchange(
@@ -110,8 +117,8 @@ def _exchange(
     try:
         try:
             for x, move, s in blocks:
-                np.copyto(move, x)
                 np.copyto(s, x)
+                np.copyto(move, s)  # not x, which may have changed
             if reply.a is not None and worker.local.a is not None:
                 np.copyto(reply.a, worker.local.a)
         finally:
