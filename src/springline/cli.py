@@ -39,6 +39,14 @@ def run(
         int | None,
         typer.Option(help="How many; by default one per core and at least two.", metavar="N"),
     ] = None,
+    ps: Annotated[
+        int | None,
+        typer.Option(
+            help="TensorFlow: start a cluster with so many parameter servers; 0 for none.",
+            metavar="N",
+            show_default="0",
+        ),
+    ] = None,
     directory: Annotated[
         Path | None,
         typer.Option("--run", metavar="DIR", help="A run to go on with, or a place for a new one."),
@@ -63,30 +71,35 @@ def run(
             script,
             arguments,
             workers=workers,
+            ps=ps,
             directory=directory,
             max_restarts=max_restarts,
             say=say,
         )
     place = _short(launcher.directory)
     start = "Going on with the run in" if launcher.continues else "A new run in"
-    say(f"{start} {place}: {script} on {many(launcher.workers, 'worker')}.")
+    who = many(launcher.workers, "worker")
+    who += f" and {many(launcher.ps, 'parameter server')}" if launcher.ps else ""
+    say(f"{start} {place}: {script} on {who}.")
     with Screen(launcher.directory, console, live=console.is_terminal and not no_live) as screen:
         status = launcher.run(screen.refresh)
     failed = launcher.failed
     if failed:
-        say(f"The last lines of worker {failed.entry.rank} ({_short(failed.log)}):")
+        say(f"The last lines of {failed.name} ({_short(failed.log)}):")
         for line in failed.last_lines():
             say(f"  {line}")
-    if launcher.center is None and status:
+    if launcher.center is None and status and not launcher.ps:
         raise typer.Exit(status)
-    if launcher.center is None:
+    if launcher.center is None and not launcher.ps:
         say(f"No center was made: does {script} use springline? Its output is in {place}/logs.")
         raise typer.Exit(status)
     report = launcher.directory / REPORT
     if report.exists() and not status:
         say(report.read_text("utf-8"))
     plot = draw(launcher.directory)
-    words = f"The center is in {_short(launcher.center)}, the workers' output in {place}/logs"
+    words = f"The output of all is in {place}/logs"
+    if launcher.center:
+        words = f"The center is in {_short(launcher.center)}, the workers' output in {place}/logs"
     words += f", the metrics in {place}/metrics"
     words += f", the plot in {_short(plot)}." if plot else "."
     if status:

@@ -133,6 +133,7 @@ class Run:
 
 
 _alone = {"stop": False}
+_counted = {"steps": 0}  # by `steps`, in this process
 _begun: set[Run] = set()  # runs in which this process has begun to count steps
 _worker: dict[str, Callable[[], Any]] = {"last": lambda: None}  # made in this process
 
@@ -149,7 +150,8 @@ def workers() -> int:
 
 def start_step() -> int:
     """Return how many steps this rank has made in earlier lives: 0 in a new run."""
-    return Run.from_environment().start_step()
+    worker = _worker["last"]()
+    return Run.from_environment().start_step() if worker is None else int(worker.start_step)
 
 
 def steps(total: int) -> Iterator[int]:
@@ -169,6 +171,7 @@ def steps(total: int) -> Iterator[int]:
             if run.stopping():
                 return
             look_at = time.monotonic() + _STOP_LOOK
+        _counted["steps"] = step + 1  # the one that is being made
         yield step
 
 
@@ -188,7 +191,7 @@ def log(**values: float) -> None:
     >>> log(loss=0.25)
     """
     worker = _worker["last"]()
-    done = 0 if worker is None else worker.start_step + worker.local_step
+    done = _counted["steps"] if worker is None else worker.start_step + worker.local_step
     Run.from_environment().log(done, values)
 
 

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
 
 import numpy as np
 import tensorflow as tf
@@ -26,6 +27,11 @@ GETTERS = {
     "elastic": ElasticAverageCustomGetter,
     "average": ModelAverageCustomGetter,
     "agn": AGNCustomGetter,
+}
+PERIODS = {
+    "elastic": "communication_period",
+    "average": "interval_steps",
+    "agn": "communication_period",
 }
 INNERS = {
     "sgd": v1.train.GradientDescentOptimizer,
@@ -60,20 +66,30 @@ def free_ports(n):
 
 
 class Servers:
-    """A cluster of so many servers and workers, all in this process."""
+    """A cluster of so many servers and workers, all in this process, with nothing on them.
+
+    TensorFlow cannot stop a server, and each has some 85 threads: those of an earlier test serve
+    again, emptied. So a test has only one cluster of a size at a time.
+    """
+
+    running: ClassVar = {}  # by size
 
     def __init__(self, ps, workers):
-        ports = free_ports(ps + workers)
-        addresses = [f"127.0.0.1:{port}" for port in ports]
-        self.spec = tf.train.ClusterSpec({"ps": addresses[:ps], "worker": addresses[ps:]})
+        size = ps, workers
+        if size not in self.running:
+            self.running[size] = self._started(ps, workers)
+        self.spec, self.servers = self.running[size]
+        for k in range(workers):
+            v1.Session.reset(self.servers["worker", k].target)
+
+    @staticmethod
+    def _started(ps, workers):
+        addresses = [f"127.0.0.1:{port}" for port in free_ports(ps + workers)]
+        spec = tf.train.ClusterSpec({"ps": addresses[:ps], "worker": addresses[ps:]})
         tasks = [("ps", k) for k in range(ps)] + [("worker", k) for k in range(workers)]
-        self.servers = {
-            (job, k): tf.distribute.Server(
-                self.spec,
-                job_name=job,
-                task_index=k,
-                config=v1.ConfigProto(inter_op_parallelism_threads=THREADS),
-            )
+        config = v1.ConfigProto(inter_op_parallelism_threads=THREADS)
+        return spec, {
+            (job, k): tf.distribute.Server(spec, job_name=job, task_index=k, config=config)
             for job, k in tasks
         }
 

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 from springline.center import CenterError
+from springline.launch.cluster import Job, LocalCluster
 from springline.launch.directory import LaunchError, RunDirectory
 from springline.launch.keeper import Keeper
 from springline.launch.process import WorkerProcess, cores, describe_exit
@@ -25,6 +26,8 @@ _PAUSE = 0.5  # seconds before a worker that died is started again
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Seconds after a stop was asked for, and what workers that are still there get then.
 _PRESSURE = ((0.0, signal.SIGINT), (5.0, signal.SIGTERM), (8.0, signal.SIGKILL))
+# Without a parameter server a worker of TensorFlow waits in a call that hears no SIGINT.
+_PRESSURE_WITHOUT_PS = ((0.0, signal.SIGTERM), (3.0, signal.SIGKILL))
 
 
 class Launcher:
@@ -35,6 +38,8 @@ class Launcher:
         arguments: the script's own.
         workers: how many; by default as many as the run in the directory has, else one per core
             and at least two.
+        ps: how many parameter servers of a TensorFlow cluster to start beside them, which then
+            hold the center; by default as many as the run in the directory has, else none.
         directory: the run's; None for a new one in `runs/`.
         max_restarts: how many times each worker that dies is started again.
         checkpoint_every: seconds from one checkpoint of the center to the next.
@@ -50,35 +55,45 @@ class Launcher:
         arguments: Sequence[str] = (),
         *,
         workers: int | None = None,
+        ps: int | None = None,
         directory: Path | None = None,
         max_restarts: int = 3,
         checkpoint_every: float = 30.0,
         say: Callable[[str], None] = print,
     ) -> None:
-        _check(script, workers, max_restarts)
+        _check(script, workers, ps, max_restarts)
         self._place = RunDirectory(directory)
         self.directory = self._place.path
         self.continues = self._place.continues
         try:
+            before = LaunchState.last(self.directory)
+            self.ps = (len(before.ps) if before else 0) if ps is None else ps
+            if self.ps and workers is None and before and before.ps:
+                workers = len(before.workers)
             self.workers = self._number(workers)
+            self._cluster = LocalCluster(self.ps, self.workers) if self.ps else None
         except BaseException:
             self._place.release()
             raise
         self.center: Path | None = None  # where it is, at the end
-        self.failed: WorkerProcess | None = None  # the worker that ended the run
+        self.failed: WorkerProcess | None = None  # the one that ended the run
         self._max_restarts = max_restarts
         self._say = say
         self._keeper = Keeper(self.directory, checkpoint_every, self._tell)
-        self._processes = [
-            WorkerProcess(script, list(arguments), self.directory, rank, self.workers)
-            for rank in range(self.workers)
-        ]
+
+        def task(number: int, job: Job) -> WorkerProcess:
+            place = self.directory, number, self.workers
+            return WorkerProcess(script, list(arguments), *place, self._cluster, job)
+
+        self._processes = [task(rank, "worker") for rank in range(self.workers)]
+        self._servers = [task(number, "ps") for number in range(self.ps)]
         self._state = LaunchState(
             str(script.absolute()),
             list(arguments),
             time.time(),
             os.getpid(),
             [process.entry for process in self._processes],
+            ps=[server.entry for server in self._servers],
         )
         self._state.go_on(self.directory)
         self._written: dict[str, Any] = {}
@@ -101,23 +116,28 @@ class Launcher:
         try:
             with self._hearing():
                 try:
-                    for process in self._processes:
+                    for process in (*self._servers, *self._processes):
                         process.start()
                     self._watch(tick)
                 finally:  # also if `tick` fails: no worker stays behind, the center is saved
                     if self._going():
                         self._stop(1)
                     self._watch(lambda: None)
+                    self._end_servers()
                     self._keep_center()
                     self._state.ended = time.time()
                     self._record()
         finally:
             self._place.release()
+            if self._cluster:
+                self._cluster.release()
         return self._status or 0
 
     def _watch(self, tick: Callable[[], None]) -> None:
         while self._going():
             self._hear()
+            for server in self._servers:
+                self._look_at_server(server)
             for process in self._processes:
                 self._look(process)
             self._press()
@@ -137,9 +157,42 @@ class Launcher:
             entry.restarts += 1
             process.start()
 
+    def _look_at_server(self, server: WorkerProcess) -> None:
+        """Notice a parameter server's end, which is the end of the run: its center is gone."""
+        if not server.look():
+            return
+        if self._status is not None:
+            server.entry.state = "stopped"
+            return
+        server.entry.state, self.failed = "failed", server
+        self._stop(1)
+        self._pressure = list(_PRESSURE_WITHOUT_PS)
+        how = f"{server.name.capitalize()} {describe_exit(server.entry.exit_code or 0)}"
+        if server.entry.exit_code == 0:
+            self._tell(
+                f"{how}: the run ends. Does the script call `springline.tensorflow.cluster()`, "
+                "which serves there and does not return?"
+            )
+        else:
+            self._tell(
+                f"{how}, and its part of the center is gone: the run ends. It can go on from the "
+                "last checkpoint that the script has saved."
+            )
+
+    def _end_servers(self) -> None:
+        """End the parameter servers, when no worker needs them any more."""
+        for server in self._servers:
+            server.kill()
+        for server in self._servers:
+            while server.alive:
+                if server.look():
+                    server.entry.state = "stopped"
+                else:
+                    time.sleep(_LOOK)
+
     def _ended(self, process: WorkerProcess) -> None:
         entry = process.entry
-        how = f"Worker {entry.rank} {describe_exit(entry.exit_code or 0)}"
+        how = f"{process.name.capitalize()} {describe_exit(entry.exit_code or 0)}"
         if entry.exit_code == 0:
             entry.state = "finished"
         elif self._status is not None:
@@ -195,7 +248,8 @@ class Launcher:
             number = self._heard.pop(0)
             if self._status is None:
                 self._stop(128 + number)
-                self._tell("Stopping: the workers end, the center is saved. Ctrl-C again kills.")
+                end = "the workers end" if self.ps else "the workers end, the center is saved"
+                self._tell(f"Stopping: {end}. Ctrl-C again kills.")
             elif number != signal.SIGHUP:  # a terminal that closes may send several
                 self._pressure = [(0.0, signal.SIGKILL)]
 
@@ -236,7 +290,7 @@ class Launcher:
         return workers
 
 
-def _check(script: Path, workers: int | None, max_restarts: int) -> None:
+def _check(script: Path, workers: int | None, ps: int | None, max_restarts: int) -> None:
     if sys.platform != "linux":
         raise LaunchError(f"`springline run` needs Linux; this is {sys.platform}.")
     if script.is_dir():
@@ -247,5 +301,7 @@ def _check(script: Path, workers: int | None, max_restarts: int) -> None:
         raise LaunchError(f"The script {script} cannot be read. May you?")
     if workers is not None and workers < 1:
         raise LaunchError(f"`--workers` must be an integer >= 1. Received: {workers}.")
+    if ps is not None and ps < 0:
+        raise LaunchError(f"`--ps` must be an integer >= 0. Received: {ps}.")
     if max_restarts < 0:
         raise LaunchError(f"`--max-restarts` must be an integer >= 0. Received: {max_restarts}.")

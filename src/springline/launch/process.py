@@ -1,6 +1,7 @@
 """One worker of a run as a process: started, signalled, its end noticed, its output kept.
 
 RUN/logs/rank-K.log    what rank K prints, over all its lives
+RUN/logs/ps-K.log      what parameter server K of a TensorFlow cluster prints
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from springline.launch import child
+from springline.launch.cluster import Job, LocalCluster
 from springline.launch.state import WorkerEntry
 
 _TAIL = 64 * 1024  # bytes of a log that its last lines are looked for in
-_START = "--- rank {rank}, start {start}, {time} ---\n"
 # glibc: keep freed memory instead of giving it back and faulting it in again at every exchange.
 _MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
@@ -29,21 +30,35 @@ _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 class WorkerProcess:
-    """One rank of a run, over all its lives.
+    """One rank of a run, or one of its parameter servers, over all its lives.
 
     Args:
         script: as the user typed it.
         arguments: the script's own.
         directory: the run's.
-        rank: the worker's.
+        rank: the worker's, or the server's number.
         workers: of the run.
+        cluster: the run's, if it is a TensorFlow cluster.
+        job: its job there.
     """
 
     def __init__(
-        self, script: Path, arguments: list[str], directory: Path, rank: int, workers: int
+        self,
+        script: Path,
+        arguments: list[str],
+        directory: Path,
+        rank: int,
+        workers: int,
+        cluster: LocalCluster | None = None,
+        job: Job = "worker",
     ) -> None:
         self.entry = WorkerEntry(rank)
-        self.log = directory / "logs" / f"rank-{rank}.log"
+        self.name = f"worker {rank}" if job == "worker" else f"parameter server {rank}"
+        kind = "rank" if job == "worker" else "ps"
+        self.log = directory / "logs" / f"{kind}-{rank}.log"
+        self._mark = f"--- {kind} {rank}, start "
+        self._cluster = cluster
+        self._job = job
         self.restart_at = 0.0
         self._directory = directory
         self._workers = workers
@@ -63,14 +78,14 @@ class WorkerProcess:
         try:
             self.entry.starts.append(time.time())
             now, start = time.strftime("%Y-%m-%d %H:%M:%S"), len(self.entry.starts)
-            os.write(output, _START.format(rank=self.entry.rank, start=start, time=now).encode())
+            os.write(output, f"{self._mark}{start}, {now} ---\n".encode())
             launcher = [sys.executable, "-I", "-S", child.__file__, str(os.getpid())]
             self._process = subprocess.Popen(  # noqa: S603 - the user's own script
                 launcher + self._script,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environment(os.environ, self._directory, self.entry.rank, self._workers),
+                env=self._environment(),
                 start_new_session=True,
             )
         finally:
@@ -115,9 +130,17 @@ class WorkerProcess:
         except OSError as error:
             return [f"(Its output cannot be read: {error}.)"]
         lines = text.splitlines()
-        mark = _START.split("{", 1)[0] + f"{self.entry.rank}, start "
-        starts = [n for n, line in enumerate(lines) if line.startswith(mark)]
+        starts = [n for n, line in enumerate(lines) if line.startswith(self._mark)]
         return lines[starts[-1] + 1 if starts else 0 :][-count:]
+
+    def _environment(self) -> dict[str, str]:
+        rank = self.entry.rank
+        ours = environment(os.environ, self._directory, rank, self._workers)
+        if self._cluster:
+            ours |= self._cluster.environment(self._job, rank, os.environ)
+        if self._job == "ps":  # it has no rank
+            del ours["SPRINGLINE_RANK"], ours["SPRINGLINE_WORKERS"]
+        return ours
 
 
 def environment(

@@ -16,7 +16,7 @@ WorkerState = Literal["starting", "running", "restarting", "finished", "failed",
 
 @dataclass
 class WorkerEntry:
-    """One worker."""
+    """One worker, or one parameter server."""
 
     rank: int
     state: WorkerState = "starting"
@@ -38,6 +38,7 @@ class LaunchState:
     checkpoint: float | None = None  # when the center was last saved
     ended: float | None = None
     earlier: list[tuple[float, float]] = field(default_factory=list)  # launches: start and end
+    ps: list[WorkerEntry] = field(default_factory=list)  # the parameter servers, by number
 
     @property
     def launches(self) -> list[float]:
@@ -51,9 +52,7 @@ class LaunchState:
 
     def go_on(self, directory: Path) -> None:
         """Count on from an earlier launch in a directory, if there was one that can be read."""
-        before = None
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            before = LaunchState.read(directory)
+        before = LaunchState.last(directory)
         if before is None:
             return
         end = before.ended or _last_sign(directory)
@@ -61,10 +60,19 @@ class LaunchState:
         starts = {worker.rank: worker.starts for worker in before.workers}
         for worker in self.workers:
             worker.starts = starts.get(worker.rank, [])
+        for server, was in zip(self.ps, before.ps, strict=False):
+            server.starts = was.starts
 
     def write(self, directory: Path) -> None:
         """Replace `RUN/launch.json`."""
         write_private(directory / NAME, json.dumps(asdict(self), indent=1))
+
+    @classmethod
+    def last(cls, directory: Path) -> LaunchState | None:
+        """Return the last launch in a directory; None if there was none that can be read."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            return cls.read(directory)
+        return None
 
     @classmethod
     def read(cls, directory: Path) -> LaunchState | None:
@@ -74,6 +82,7 @@ class LaunchState:
         except FileNotFoundError:
             return None
         values["workers"] = [WorkerEntry(**entry) for entry in values["workers"]]
+        values["ps"] = [WorkerEntry(**entry) for entry in values.get("ps", [])]
         values["earlier"] = [(start, end) for start, end in values.get("earlier", [])]
         return cls(**values)
 

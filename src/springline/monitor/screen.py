@@ -274,6 +274,8 @@ def _milliseconds(value: float | None) -> str:
 
 
 def _footer(status: Status) -> str:
+    if status.version is None and status.ps:
+        return f"the center is on {many(status.ps, 'parameter server')}"
     if status.version is None:
         return "no center yet" if not status.settings else "the center is gone; no checkpoint"
     age = status.checkpoint_age

@@ -54,6 +54,7 @@ class Status:
     checkpoint_age: float | None  # seconds
     total: int | None  # steps that each worker is to make
     over: bool
+    ps: int = 0  # parameter servers, which hold the center of a TensorFlow run
 
 
 def read_status(directory: str | Path) -> Status:
@@ -113,6 +114,7 @@ class StatusReader:
             checkpoint_age=None if saved is None else max(0.0, now - saved),
             total=self._total(launch),
             over=over,
+            ps=len(launch.ps) if launch else 0,
         )
 
     def close(self) -> None:

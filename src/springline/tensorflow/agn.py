@@ -8,8 +8,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from springline.rules import AGN, Rule
 from springline.tensorflow.getter import AGNCustomGetter, Trio, Variable, v1
 from springline.tensorflow.optimizer import Call, CenterOptimizer
+from springline.tensorflow.outer import outer_like
 from springline.tensorflow.shards import Shard, Tensor, after, finite
 
 
@@ -22,7 +24,7 @@ class AGNOptimizer(CenterOptimizer):
     Args:
         optimizer: the optimizer of the local steps, any of `tf.compat.v1.train`.
         num_worker: how many workers there are.
-        custom_getter: the getter that the model's variables were made with.
+        custom_getter: the getter that the model's variables were made with; None in eager mode.
         communication_period: τ, local steps between two exchanges.
         use_locking: whether a step of the center is made under a lock, server by server.
         name: of the operations.
@@ -34,15 +36,17 @@ class AGNOptimizer(CenterOptimizer):
         self,
         optimizer: Any,
         num_worker: int,
-        custom_getter: AGNCustomGetter,
+        custom_getter: AGNCustomGetter | None,
         communication_period: int = 10,
         use_locking: bool = True,
         name: str = "AGNOptimizer",
     ) -> None:
         period = ("communication_period", communication_period)
         super().__init__(optimizer, num_worker, custom_getter, period, use_locking, name, None)
-        self._outers: dict[int, Any] = {}  # by the shard's id
-        self._turns: dict[int, Any] = {}
+        self._outers: dict[str, Any] = {}  # by the shard's device
+        self._turns: dict[str, Any] = {}
+        if self._eager:
+            self._core_rule()  # refuses what it could not do later
 
     def get_init_op(self, task_index: int) -> Any:
         """Return the operation that sets this worker's variables to the center.
@@ -67,14 +71,20 @@ class AGNOptimizer(CenterOptimizer):
         """`a ← a + g`."""
         return [_accumulate(trio.beside, g) for g, trio in trained]
 
-    def _build(self, shards: Sequence[Shard]) -> None:
-        for shard in shards:
-            self._outers[id(shard)] = _twin(self._opt, self._locking)
-            if self._locking and shard.trios:
-                place = shard.device.strip("/").replace("/", "_")
-                with v1.device(shard.device):
-                    name = f"springline/{self.get_name()}/turn_{place}"
-                    self._turns[id(shard)] = tf.CriticalSection(shared_name=name)
+    def _core_rule(self) -> Rule:
+        outer = outer_like(self._opt)
+        return AGN(period=self._period, workers=self._num_worker, optimizer=outer)
+
+    def _build(self, shards: Sequence[Shard], name: str) -> None:
+        for device in [shard.device for shard in shards if shard.trios]:
+            if device in self._outers:
+                continue
+            self._outers[device] = _twin(self._opt, self._locking)
+            if self._locking:
+                place = device.strip("/").replace("/", "_")
+                with v1.device(device):
+                    shared = f"springline/{self.get_name()}/turn_{place}"
+                    self._turns[device] = tf.CriticalSection(shared_name=shared)
 
     def _exchange(self, shards: Sequence[Shard], call: Call) -> Tensor:
         """Push `a/τ`, pull `c`."""
@@ -103,12 +113,14 @@ class AGNOptimizer(CenterOptimizer):
             return [after(shard.count())]
 
         def take() -> list[Tensor]:
-            outer = self._outers[id(shard)]
+            outer = self._outers[shard.device]
             step = outer.apply_gradients(list(zip(means, shard.centers, strict=True)))
-            with tf.control_dependencies([step, *shard.count()]):
+            with tf.control_dependencies([step]):
+                counted = shard.count()
+            with tf.control_dependencies([step, *counted]):
                 return [*map(tf.identity, shard.read()), tf.constant(0)]
 
-        turn = self._turns.get(id(shard))
+        turn = self._turns.get(shard.device)
         if turn is None:
             return take()
         with tf.control_dependencies(means):

@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from springline.center.waiting import wait_until
-from springline.rules import ModelAverage
+from springline.rules import ModelAverage, Rule
 from springline.tensorflow.getter import ModelAverageCustomGetter, v1
 from springline.tensorflow.members import Members, Table, wait_in_graph
 from springline.tensorflow.optimizer import Call, CenterOptimizer, GradsAndVars
@@ -99,7 +99,7 @@ class ModelAverageOptimizer(CenterOptimizer):
         opt: the optimizer of the local steps, any of `tf.compat.v1.train`.
         num_worker: how many workers there are.
         is_chief: whether this is the chief.
-        ma_custom_getter: the getter that the model's variables were made with.
+        ma_custom_getter: the getter that the model's variables were made with; None in eager mode.
         interval_steps: τ, local steps between two rounds.
         use_locking: whether updates of the center are made under a lock.
         name: of the operations.
@@ -114,7 +114,7 @@ class ModelAverageOptimizer(CenterOptimizer):
         opt: Any,
         num_worker: int,
         is_chief: bool,
-        ma_custom_getter: ModelAverageCustomGetter,
+        ma_custom_getter: ModelAverageCustomGetter | None,
         interval_steps: int = 100,
         use_locking: bool = True,
         name: str = "ModelAverageOptimizer",
@@ -125,8 +125,8 @@ class ModelAverageOptimizer(CenterOptimizer):
         super().__init__(opt, num_worker, ma_custom_getter, period, use_locking, name, timeout)
         self._is_chief = is_chief
         self._rule = ModelAverage(period=self._period, workers=self._num_worker)
-        self._members = Members(ma_custom_getter.task, self._num_worker)
-        self._rounds: dict[int, Rounds] = {}  # by the shard's id
+        self._members = Members(self._getter.task, self._num_worker)
+        self._rounds: dict[Shard, Rounds] = {}
 
     def get_init_op(self) -> Any:
         """Return the operation that sets this worker's variables to the center.
@@ -153,24 +153,24 @@ class ModelAverageOptimizer(CenterOptimizer):
             TypeError: `grads_and_vars` is malformed.
             ValueError: no variable has a gradient, or there is no global step.
         """
-        pairs = grads_and_vars if isinstance(grads_and_vars, list | tuple) else list(grads_and_vars)
-        if not pairs:
-            raise ValueError("`grads_and_vars` is empty: there is nothing to apply.")
         if global_step is None:
             raise ValueError(
                 "Model averaging needs a `global_step`, which counts the rounds: pass "
                 "`tf.compat.v1.train.get_or_create_global_step()`."
             )
-        return super().apply_gradients(pairs, global_step, name)
+        return super().apply_gradients(grads_and_vars, global_step, name)
 
-    def _build(self, shards: Sequence[Shard]) -> None:
+    def _core_rule(self) -> Rule:
+        return self._rule
+
+    def _build(self, shards: Sequence[Shard], name: str) -> None:
         for shard in shards:
-            self._rounds[id(shard)] = Rounds(shard, self._members, self.get_name())
+            self._rounds[shard] = Rounds(shard, self._members, name)
 
     def _exchange(self, shards: Sequence[Shard], call: Call) -> Tensor:
         waits = []
         for shard, number in zip(shards, self._contribute(shards, call), strict=True):
-            look = self._rounds[id(shard)].look
+            look = self._rounds[shard].look
 
             def ask(shard: Shard = shard, number: Tensor = number, look: Any = look) -> Any:
                 return tuple(self._reach(shard, look, [number]))
@@ -182,7 +182,7 @@ class ModelAverageOptimizer(CenterOptimizer):
     def _own_run(self, shards: Sequence[Shard]) -> Any:
         numbers = [v1.placeholder(tf.int64, []) for _ in shards]
         looks = [
-            direct(shard, self._rounds[id(shard)].look, [number])
+            direct(shard, self._rounds[shard].look, [number])
             for shard, number in zip(shards, numbers, strict=True)
         ]
         return self._contribute(shards, direct), numbers, looks, self._adopt(shards, direct)
@@ -207,7 +207,7 @@ class ModelAverageOptimizer(CenterOptimizer):
         return [
             call(
                 shard,
-                self._rounds[id(shard)].contribute,
+                self._rounds[shard].contribute,
                 [finite(trio.local.read_value(), trio.local) for trio in shard.trios],
             )[0]
             for shard in shards

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import tensorflow as tf
 
 from springline.tensorflow.getter import v1
+
+_LOOK = 1.0  # seconds between two looks at the parameter servers, and for each to answer
+_WARN_EVERY = 30.0
+_log = logging.getLogger("springline")
 
 
 @dataclass(frozen=True)
@@ -29,7 +39,9 @@ class Cluster:
     @property
     def is_chief(self) -> bool:
         """Whether this is the worker that makes the center and saves it."""
-        return self.job == "chief" or (self.task == 0 and "chief" not in self.spec.jobs)
+        if "chief" in self.spec.jobs:
+            return self.job == "chief"
+        return self.job == "worker" and self.task == 0
 
     @property
     def num_worker(self) -> int:
@@ -57,14 +69,23 @@ class Cluster:
         )
 
 
-def cluster(serve: bool = True) -> Cluster:
+def cluster(serve: bool = True, ps_timeout: float | None = 60.0) -> Cluster:
     """Return this task's place, with its server started.
+
+    Without `TF_CONFIG` it is a process of its own: one worker, no server.
+
+    When a parameter server is gone, TensorFlow's sessions try to reach it for ever, without a word.
+    So a worker watches them: once one that could be reached has not been for `ps_timeout` seconds,
+    a sentence that names it goes to stderr and the process ends at once, with status 1. One that
+    comes back in time is empty, and a `MonitoredTrainingSession` of the chief restores its last
+    checkpoint. Under `springline run` a parameter server that dies ends the run without delay.
 
     Args:
         serve: whether a parameter server serves here and now; then this does not return.
-
-    Without `TF_CONFIG` it is a process of its own: one worker, no server.
+        ps_timeout: seconds that a parameter server may be out of reach; None to wait for ever.
     """
+    if ps_timeout is not None and not ps_timeout > 0:
+        raise ValueError(f"`ps_timeout` must be a number of seconds > 0. Received: {ps_timeout!r}.")
     given = os.environ.get("TF_CONFIG")
     if not given:
         return Cluster(tf.train.ClusterSpec({}), "worker", 0, None)
@@ -86,5 +107,69 @@ def cluster(serve: bool = True) -> Cluster:
             "Is another process using the port?"
         ) from error
     if serve and job == "ps":
-        server.join()
+        threading.Event().wait()  # for ever; unlike `server.join()` it hears Ctrl-C
+    if job != "ps" and "ps" in spec.jobs:
+        servers = {f"/job:ps/task:{k}": spec.task_address("ps", k) for k in spec.task_indices("ps")}
+        watch = Watch(servers, ps_timeout)
+        threading.Thread(target=watch.keep, name="springline-ps-watch", daemon=True).start()
     return Cluster(spec, job, task, server)
+
+
+class Watch:
+    """Looks whether the parameter servers can be reached.
+
+    Args:
+        servers: their addresses, by name.
+        timeout: seconds that one may be out of reach after it was reached; None for ever.
+    """
+
+    def __init__(self, servers: Mapping[str, str], timeout: float | None) -> None:
+        self._servers = servers
+        self._timeout = timeout
+        self._start = time.monotonic()
+        self._reached: dict[str, float] = {}  # when each was last
+        self._warned = dict.fromkeys(servers, self._start)
+
+    def keep(self) -> NoReturn:
+        """Look for ever, and end the process when one is gone."""
+        while True:
+            for sentence in self.look():
+                print(f"springline: {sentence}", file=sys.stderr, flush=True)
+                os._exit(1)  # the others wait in calls that no exception reaches
+            time.sleep(_LOOK)
+
+    def look(self) -> list[str]:
+        """Look at each once; return a sentence for each that is gone, warn of those that may be."""
+        gone = []
+        for name, address in self._servers.items():
+            if reachable(address):
+                self._reached[name] = self._warned[name] = time.monotonic()
+                continue
+            now = time.monotonic()
+            out = now - self._reached.get(name, self._start)
+            if name in self._reached and self._timeout is not None and out >= self._timeout:
+                gone.append(
+                    f"the parameter server {name} at {address} has been out of reach for "
+                    f"{out:.0f} s, and the center with it: this worker ends. Start the cluster "
+                    "again; a MonitoredTrainingSession with a `checkpoint_dir` goes on from the "
+                    "last checkpoint."
+                )
+            elif now - self._warned[name] >= _WARN_EVERY:
+                self._warned[name] = now
+                _log.warning(
+                    "The parameter server %s at %s is out of reach since %.0f s.",
+                    name,
+                    address,
+                    out,
+                )
+        return gone
+
+
+def reachable(address: str) -> bool:
+    """Whether somebody listens at a host and port."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_LOOK).close()
+    except OSError:
+        return False
+    return True

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from springline.rules import ElasticAverage
+from springline.rules import ElasticAverage, Rule
 from springline.tensorflow.getter import ElasticAverageCustomGetter, Trio, Variable
 from springline.tensorflow.members import Barrier, Members
 from springline.tensorflow.optimizer import Call, CenterOptimizer, GradsAndVars
@@ -23,7 +23,7 @@ class ElasticAverageOptimizer(CenterOptimizer):
     Args:
         opt: the optimizer of the local steps, any of `tf.compat.v1.train`.
         num_worker: how many workers there are.
-        ea_custom_getter: the getter that the model's variables were made with.
+        ea_custom_getter: the getter that the model's variables were made with; None in eager mode.
         communication_period: τ, local steps between two exchanges.
         moving_rate: α in (0, 1]. The default is `0.9 / τ / num_worker`, as it was in TensorFlow 1;
             the paper's authors use `0.9 / num_worker`, and so does the rest of springline.
@@ -43,7 +43,7 @@ class ElasticAverageOptimizer(CenterOptimizer):
         self,
         opt: Any,
         num_worker: int,
-        ea_custom_getter: ElasticAverageCustomGetter,
+        ea_custom_getter: ElasticAverageCustomGetter | None,
         communication_period: int = 10,
         moving_rate: float | None = None,
         rho: Any = None,
@@ -61,9 +61,11 @@ class ElasticAverageOptimizer(CenterOptimizer):
             period=self._period,
             workers=self._num_worker,
             moving_rate=α,
-            rho=rate if isinstance(rate, float | int) else 0.0,
+            # A rate that may change is asked for at every step: here only that it is not 0.
+            rho=rate if isinstance(rate, float | int) and (rate or rho == 0) else 1.0,
         )
         self._rho = rate
+        self._default_rho = rho is None
         self._synchronous = synchronous
         self._barrier: Barrier | None = None
 
@@ -80,9 +82,10 @@ class ElasticAverageOptimizer(CenterOptimizer):
 
     def make_session_run_hook(self, is_chief: bool, task_index: int) -> Any:
         """Return the hook for `MonitoredTrainingSession`."""
+        hook = self._hook(is_chief)
         if self._synchronous:
             self._barrier = self._make_barrier()
-        return self._hook(is_chief)
+        return hook
 
     def start_in(self, session: Any) -> None:
         """Wait for all workers, once in the life of a center."""
@@ -93,17 +96,23 @@ class ElasticAverageOptimizer(CenterOptimizer):
         members = Members(self._getter.task, self._num_worker)
         return Barrier(members, self.first_shard(), self.get_name())
 
-    def _penalize(self, gradients: GradsAndVars, grad_loss: Any) -> list[tuple[Any, Variable]]:
-        if isinstance(self._rho, float | int) and self._rho == 0:
-            return list(gradients)
-        return [(self._pulled(g, v, grad_loss), v) for g, v in gradients]
+    def _core_rule(self) -> Rule:
+        return self._rule
 
-    def _pulled(self, g: Any, v: Variable, grad_loss: Any) -> Tensor:
+    def _penalize(self, gradients: GradsAndVars, grad_loss: Any) -> list[tuple[Any, Variable]]:
+        rho = self._rho
+        if self._eager and self._default_rho:  # no graph follows the learning rate
+            rho = _rate_of(self._opt, self._rule.alpha)
+        if isinstance(rho, float | int) and rho == 0:
+            return list(gradients)
+        return [(self._pulled(g, v, grad_loss, rho), v) for g, v in gradients]
+
+    def _pulled(self, g: Any, v: Variable, grad_loss: Any, rho: Any) -> Tensor:
         """`g + ρ(x − c̃)`, scaled as the loss is."""
-        trio = self._getter.trio(v)
-        pull = tf.cast(self._rho, v.dtype) * (v.read_value() - trio.beside.read_value())
+        trio = self._trio(v)
+        pull = tf.cast(rho, v.dtype) * (v.read_value() - trio.beside.read_value())
         if grad_loss is not None:
-            pull *= tf.cast(grad_loss, v.dtype)
+            pull *= tf.cast(tf.reduce_mean(grad_loss), v.dtype)
         return pull if g is None else tf.convert_to_tensor(g) + pull
 
     def _start(self, trio: Trio, c: Tensor) -> list[Any]:
@@ -126,12 +135,12 @@ class ElasticAverageOptimizer(CenterOptimizer):
                     c.assign_add(δ, use_locking=self._locking)
                     for c, δ in zip(shard.centers, deltas, strict=True)
                 ]
-                return [after([*sums, *shard.count()])]
+                with tf.control_dependencies(sums):
+                    return [after(shard.count())]
 
-            with tf.control_dependencies(call(shard, add, deltas)):
-                for trio, c, δ in zip(shard.trios, centers, deltas, strict=True):
-                    done += [trio.local.assign_sub(δ), trio.beside.assign(c)]
-                done.append(tf.no_op())
+            done += call(shard, add, deltas)
+            for trio, c, δ in zip(shard.trios, centers, deltas, strict=True):
+                done += [trio.local.assign_sub(δ), trio.beside.assign(c)]
         return after(done)
 
 
@@ -146,4 +155,5 @@ def _rate_of(opt: Any, α: float) -> Any:
         )
     if isinstance(rate, float | int):
         return α / rate if rate else 0.0
+    rate = tf.convert_to_tensor(rate)
     return tf.math.divide_no_nan(tf.cast(α, rate.dtype), rate)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
+from springline.run import note_worker
 from springline.tensorflow.getter import v1
 from springline.tensorflow.members import Table
 from springline.tensorflow.saver import JoiningSaver
@@ -27,10 +28,13 @@ class CenterHook(v1.train.SessionRunHook):
     The exchange is a run of its own after the run that made it due, which is the fastest way.
     """
 
+    start_step = 0  # with `local_step`: what `springline.log` counts
+    local_step = 0
+
     def __init__(self, optimizer: CenterOptimizer, is_chief: bool) -> None:
         self._optimizer = optimizer
         self._is_chief = is_chief
-        self._reached: dict[tuple[Any, ...], list[Step]] = {}  # by what is fetched
+        self._reached: dict[tuple[str, ...], list[Step]] = {}  # by what is fetched
 
     def begin(self) -> None:
         """Add what the session needs to the graph."""
@@ -51,35 +55,35 @@ class CenterHook(v1.train.SessionRunHook):
     def after_create_session(self, session: Any, coord: Any) -> None:
         """Start from the center."""
         session.run([self._init, self._ready.mark] if self._is_chief else self._init)
+        note_worker(self)
         self._optimizer.start_in(session)
 
     def before_run(self, run_context: Any) -> Any:
         """Ask which local step a run ends with, if it makes one."""
-        fetched = tuple(tf.nest.flatten(run_context.original_args.fetches))
-        steps = self._steps_in(fetched, run_context.session.graph)
+        steps = self._steps_in(run_context)
         if not steps:
             return None
         counts = [step.count for step in steps]
-        return v1.train.SessionRunArgs(counts, {self._optimizer._in_step: False})
+        return v1.train.SessionRunArgs(counts, {step.exchanged: 0 for step in steps})
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
         """Exchange if it is due."""
         if run_values.results is None:
             return
-        fetched = tuple(tf.nest.flatten(run_context.original_args.fetches))
-        steps = self._steps_in(fetched, run_context.session.graph)
+        steps = self._steps_in(run_context)
         for step, count in zip(steps, run_values.results, strict=True):
+            self.local_step = int(count)
             if count % self._optimizer._period == 0:
                 self._optimizer.exchange_in(run_context.session, step.exchange)
 
-    def _steps_in(self, fetched: tuple[Any, ...], graph: Any) -> list[Step]:
-        """Return the local steps that a run of these fetches makes."""
-        key = tuple(f if isinstance(f, str) else id(f) for f in fetched)
+    def _steps_in(self, run_context: Any) -> list[Step]:
+        """Return the local steps that a run makes."""
+        graph = run_context.session.graph
+        fetches = tf.nest.flatten(run_context.original_args.fetches, expand_composites=True)
+        elements = [graph.as_graph_element(fetch) for fetch in fetches]
+        key = tuple(element.name for element in elements)
         if key not in self._reached:
-            operations = _ancestors(
-                graph.as_graph_element(f.ref() if isinstance(f, tf.Variable) else f)
-                for f in fetched
-            )
+            operations = _ancestors(elements)
             self._reached[key] = [s for s in self._optimizer._steps if s.count.op in operations]
         return self._reached[key]
 

@@ -12,11 +12,13 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import tensorflow as tf
 
-from springline.rules.rule import at_least_one
+from springline.rules.rule import Rule, at_least_one
+from springline.tensorflow.eager import EagerCenter, no_meaning
 from springline.tensorflow.getter import CustomGetter, Trio, Variable, v1
 from springline.tensorflow.hook import CenterHook
 from springline.tensorflow.saver import SwappingSaver
@@ -47,6 +49,7 @@ class Step:
     """What one call of `apply_gradients` has built."""
 
     count: Tensor  # the local step, after it was counted
+    exchanged: Tensor  # fed by the hook, so that the run is without the exchange
     exchange: Any  # what the hook runs
 
 
@@ -54,12 +57,13 @@ class CenterOptimizer(v1.train.Optimizer):
     """An optimizer that wraps another, and now and then exchanges with the center."""
 
     getter_type: ClassVar[type[CustomGetter]]
+    _synchronous: bool | None = None  # whether all wait before the first step; None: the rule knows
 
     def __init__(
         self,
         opt: Any,
         num_worker: int,
-        getter: CustomGetter,
+        getter: CustomGetter | None,
         period: tuple[str, int],
         use_locking: bool,
         name: str,
@@ -73,6 +77,9 @@ class CenterOptimizer(v1.train.Optimizer):
             )
         at_least_one("num_worker", num_worker, "It is the number of workers of the cluster.")
         at_least_one(*period, "It is the number of local steps between two exchanges.")
+        eager = v1.executing_eagerly_outside_functions()
+        if getter is None and eager:
+            getter = self.getter_type("")
         if not isinstance(getter, self.getter_type):
             raise TypeError(
                 f"{type(self).__name__} needs the {self.getter_type.__name__} that the model's "
@@ -87,6 +94,7 @@ class CenterOptimizer(v1.train.Optimizer):
         self._locking = use_locking
         self._timeout = timeout
         self._steps: list[Step] = []
+        self._eager = EagerCenter(self, num_worker) if eager else None
         with v1.device(getter.worker_device):
             self._local_step = v1.Variable(
                 tf.zeros([], tf.int64),
@@ -94,8 +102,6 @@ class CenterOptimizer(v1.train.Optimizer):
                 collections=[v1.GraphKeys.LOCAL_VARIABLES],
                 name="local_step",
             )
-            # Fed with False by the hook, which exchanges itself.
-            self._in_step = v1.placeholder_with_default(True, [], f"{name}_exchanges_in_step")
 
     # What TensorFlow's optimizers have.
 
@@ -111,8 +117,10 @@ class CenterOptimizer(v1.train.Optimizer):
         """Compute gradients of `loss`, for `apply_gradients`.
 
         Args:
-            loss: a tensor, or a callable without arguments that returns one.
-            var_list: the variables; by default all trainable ones of the graph.
+            loss: a tensor, or a callable without arguments that returns one; in eager mode a
+                callable.
+            var_list: the variables; by default all trainable ones of the graph, in eager mode
+                those that the loss reads.
             gate_gradients: `GATE_NONE`, `GATE_OP` or `GATE_GRAPH`.
             aggregation_method: of `tf.AggregationMethod`, how gradient terms are added.
             colocate_gradients_with_ops: whether gradients are computed where their operations are.
@@ -120,7 +128,14 @@ class CenterOptimizer(v1.train.Optimizer):
 
         Returns:
             (gradient, variable) pairs; a gradient is a tensor, an `IndexedSlices` or None.
+
+        Raises:
+            RuntimeError: in eager mode, `loss` is not callable.
         """
+        self._check_mode()
+        if self._eager:
+            found = self._eager.gradients(loss, var_list, grad_loss)
+            return self._penalize(found, grad_loss)
         gradients = self._opt.compute_gradients(
             loss,
             var_list=var_list,
@@ -142,13 +157,17 @@ class CenterOptimizer(v1.train.Optimizer):
             name: of the operation; by default the optimizer's.
 
         Returns:
-            an operation that does all this by itself.
+            an operation that does all this by itself; in eager mode a tensor, whether it
+            exchanged.
 
         Raises:
             TypeError: `grads_and_vars` is malformed.
             ValueError: no variable has a gradient, or one was not made through the getter.
         """
+        self._check_mode()
         trained = self._checked(grads_and_vars)
+        if self._eager:
+            return self._eager.step(trained, global_step)
         trios = [trio for _, trio in trained]
         shards = cut(trios, global_step)
         worker = self._getter.worker_device
@@ -157,11 +176,13 @@ class CenterOptimizer(v1.train.Optimizer):
                 update = self._opt.apply_gradients([(g, trio.local) for g, trio in trained])
             with tf.control_dependencies([update, *self._observe(trained)]):
                 count = tf.identity(self._local_step.assign_add(1))
-            self._build(shards)
-            self._steps.append(Step(count, self._own_run(shards)))
+            self._build(shards, scope.strip("/"))
+            exchange = self._own_run(shards)
             with tf.control_dependencies([count]):
-                due = tf.equal(count % self._period, 0) & self._in_step
-                return tf.group(self._exchange_if(due, shards), name=scope)
+                exchanged = self._exchange_if(tf.equal(count % self._period, 0), shards)
+            self._steps.append(Step(count, exchanged, exchange))
+            # Not an identity, which TensorFlow would leave out: then feeding would not prune.
+            return tf.group(count, tf.raw_ops.DeepCopy(x=exchanged), name=scope)
 
     def get_slot(self, var: Variable, name: str) -> Any:
         """Return a slot of the wrapped optimizer, or None."""
@@ -179,6 +200,8 @@ class CenterOptimizer(v1.train.Optimizer):
 
     def _init_op(self) -> Any:
         """Return the operation that sets every variable of the worker to the center."""
+        if self._eager:
+            raise no_meaning("get_init_op")
         with v1.name_scope(f"{self.get_name()}_init"):
             return tf.group(
                 *(
@@ -201,8 +224,10 @@ class CenterOptimizer(v1.train.Optimizer):
             **kwargs: of `tf.compat.v1.train.Saver`.
 
         Raises:
-            RuntimeError: no variable was made through the getter yet.
+            RuntimeError: no variable was made through the getter yet, or in eager mode.
         """
+        if self._eager:
+            raise no_meaning("swapping_saver")
         trios = self._getter.trios()
         if not trios:
             raise RuntimeError(
@@ -212,7 +237,39 @@ class CenterOptimizer(v1.train.Optimizer):
         centers = {trio.local.ref(): trio.center for trio in trios}
         return SwappingSaver(var_list, centers, name=name, **kwargs)
 
+    def finish(self) -> None:
+        """In eager mode, exchange what the last period left over, and leave the center.
+
+        A normal exit of the script does so, too.
+        """
+        self._own_center("finish", "the session's end is the end").finish()
+
+    def save_center(self, path: str | Path) -> None:
+        """In eager mode, write the center as safetensors, under the variables' names."""
+        self._own_center("save_center", "`swapping_saver` saves the center").save_center(path)
+
+    def _own_center(self, method: str, instead: str) -> EagerCenter:
+        if self._eager is None:
+            raise RuntimeError(f"`{method}` is for eager mode; in a graph {instead}.")
+        return self._eager
+
+    def _check_mode(self) -> None:
+        if (self._eager is not None) != v1.executing_eagerly_outside_functions():
+            made, used = ("eager mode", "a graph") if self._eager else ("a graph", "eager mode")
+            raise RuntimeError(
+                f"This optimizer was made in {made} and is used in {used}. Make it where it is "
+                "used."
+            )
+
+    def _trio(self, variable: Variable) -> Trio:
+        """Return what belongs to a variable of the worker."""
+        return (self._eager or self._getter).trio(variable)
+
     # What the rules do differently.
+
+    @abstractmethod
+    def _core_rule(self) -> Rule:
+        """Return the rule for a center of springline's own, in eager mode."""
 
     def _penalize(self, gradients: GradsAndVars, grad_loss: Any) -> list[tuple[Any, Variable]]:
         """Add to the gradients what the rule adds to the loss."""
@@ -222,8 +279,8 @@ class CenterOptimizer(v1.train.Optimizer):
         """Return operations that see the gradients of a step."""
         return []
 
-    def _build(self, shards: Sequence[Shard]) -> None:
-        """Make what the rule keeps on the shards."""
+    def _build(self, shards: Sequence[Shard], name: str) -> None:
+        """Make what the rule keeps on the shards, under a name that no other step has."""
 
     def _start(self, trio: Trio, c: Tensor) -> list[Any]:
         """Return the operations that set a variable to the center."""
@@ -260,7 +317,9 @@ class CenterOptimizer(v1.train.Optimizer):
                     "`grads_and_vars` must hold (gradient, variable) pairs, a gradient being a "
                     f"tensor, an IndexedSlices or None. Received: ({g!r}, {v!r})."
                 )
-        trained = [(g, self._getter.trio(v)) for g, v in pairs if g is not None]
+        if self._eager:
+            self._eager.attach(v for _, v in pairs)
+        trained = [(g, self._trio(v)) for g, v in pairs if g is not None]
         if not trained:
             raise ValueError(
                 "No variable has a gradient: does the loss depend on them? Received: "
@@ -306,4 +365,6 @@ class CenterOptimizer(v1.train.Optimizer):
             yield
 
     def _hook(self, is_chief: bool) -> CenterHook:
+        if self._eager:
+            raise no_meaning("make_session_run_hook")
         return CenterHook(self, is_chief)

@@ -1,0 +1,313 @@
+"""Eager mode: no graph and no parameter servers, a center of springline's own holds `c`.
+
+A step is written once, for eager mode and for `tf.function`. The variables stay TensorFlow's: only
+when an exchange is due do their values go to the worker's buffers and back. Inside `tf.function`
+Python is called then, and only then.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from springline import run as runs
+from springline.center import LocalCenter
+from springline.center.checkpoint import write_tensors
+from springline.tensorflow.getter import Trio, Variable
+from springline.tensorflow.outer import rate_of
+from springline.worker import Worker
+
+if TYPE_CHECKING:
+    from springline.tensorflow.optimizer import CenterOptimizer
+
+Array = NDArray[Any]
+Pairs = list[tuple[Any, Variable]]
+_log = logging.getLogger("springline")
+_INSTEAD = {
+    "make_session_run_hook": "`minimize` exchanges by itself, and `finish()` makes the last "
+    "exchange",
+    "swapping_saver": "`save_center(path)` writes the center under the variables' names",
+    "get_init_op": "the first `minimize` or `compute_gradients` sets the variables to the center",
+}
+
+
+class EagerCenter:
+    """The variables of an optimizer and their worker, made when the variables are known.
+
+    Args:
+        optimizer: whose they are; its `_core_rule` says what an exchange does.
+        num_worker: how many workers there are; the run must have as many.
+    """
+
+    def __init__(self, optimizer: CenterOptimizer, num_worker: int) -> None:
+        self._optimizer = optimizer
+        self._run = run = runs.Run.from_environment()
+        if run.workers != num_worker:
+            raise ValueError(
+                f"`num_worker` is {num_worker}, but this is worker {run.rank} of a run of "
+                f"{run.workers}. In eager mode workers are started with `springline run "
+                f"--workers {num_worker} SCRIPT`, and `springline.workers()` tells how many."
+            )
+        if run.workers > 1 and run.directory is None:
+            raise ValueError(
+                f"This is worker {run.rank} of {run.workers}, but there is no run where they could "
+                "meet. Start them with `springline run`, or set SPRINGLINE_RUN to a directory that "
+                "they share."
+            )
+        self._process = os.getpid()
+        self._worker: Worker | None = None
+        self._trios: dict[str, Trio] = {}  # by the parameter's name
+        self._names: dict[Any, str] = {}  # by the variable
+        self._seen: Any = None  # which variables had a gradient since the last exchange
+
+    @property
+    def worker(self) -> Worker:
+        """The worker; there is one after the first gradients."""
+        if self._worker is None:
+            raise RuntimeError(
+                "There is no center yet: the first `minimize` or `compute_gradients` makes it."
+            )
+        return self._worker
+
+    @property
+    def local_step(self) -> int:
+        """Local steps so far."""
+        return int(self._optimizer._local_step.numpy())
+
+    @property
+    def start_step(self) -> int:
+        """Steps of this rank in earlier lives."""
+        return self.worker.start_step
+
+    def trio(self, variable: Variable) -> Trio:
+        """Return what belongs to a variable. Its center is not TensorFlow's: None."""
+        return self._trios[self._names[variable.ref()]]
+
+    # Before the first step.
+
+    def attach(self, variables: Iterable[Any]) -> bool:
+        """Make the worker of these variables, once; return whether that gave them other values."""
+        new = {_ref(v): v for v in variables if _ref(v) not in self._names}
+        if not new:
+            return False
+        if self._worker is not None:
+            raise ValueError(
+                f"{next(iter(new.values())).name!r} is not in the center, which was made with the "
+                f"variables of the first step: {', '.join(self._trios)}. Let the first `minimize` "
+                "or `compute_gradients` see all variables."
+            )
+        with tf.init_scope():  # now, even while a function is being traced
+            return self._join(unique_names(new.values()))
+
+    def _join(self, variables: dict[str, Variable]) -> bool:
+        values = {name: _value(v) for name, v in variables.items()}
+        optimizer = self._optimizer
+        self._worker = worker = Worker(
+            values,
+            optimizer._core_rule(),
+            self._run.center_directory,
+            self._run.rank,
+            use_locking=optimizer._locking,
+            synchronous=optimizer._synchronous,
+            timeout=optimizer._timeout,
+        )
+        runs.note_worker(self)  # it knows the local step between exchanges, the worker does not
+        if not isinstance(worker.center, LocalCenter):
+            atexit.register(self._at_exit)
+        kept = worker.local.copy if worker.local.a is None else worker.local.a
+        views = {} if kept is None else worker.layout.views(kept)
+        for name, v in variables.items():
+            beside = None
+            if name in views:  # c̃ = c, a = 0
+                beside = tf.Variable(views[name].astype(values[name].dtype), trainable=False)
+            self._trios[name] = Trio(v, None, beside)
+            self._names[v.ref()] = name
+        if worker.rule.accumulates:
+            self._seen = tf.Variable(tf.zeros([len(variables)], tf.bool), trainable=False)
+        if all(np.array_equal(values[name], x) for name, x in worker.parameters.items()):
+            return False
+        self._write()
+        return True
+
+    def gradients(self, loss: Any, var_list: Any, grad_loss: Any) -> Pairs:
+        """Return the gradients of `loss`, at the center if this is the first step."""
+        if not callable(loss):
+            raise RuntimeError(  # noqa: TRY004 - as documented
+                "In eager mode `loss` must be a callable without arguments that returns the value "
+                f"to minimize, such as `lambda: model_loss(x, y)`. Received: {loss!r}."
+            )
+        if var_list is not None:
+            var_list = tf.nest.flatten(var_list)
+            self.attach(var_list)
+        compute = self._optimizer._opt.compute_gradients
+        pairs: Pairs = compute(loss, var_list=var_list, grad_loss=grad_loss)
+        if not pairs:
+            raise ValueError("The loss reads no trainable variable, and `var_list` has none.")
+        if self.attach(v for _, v in pairs) and tf.executing_eagerly():
+            pairs = compute(loss, var_list=var_list, grad_loss=grad_loss)  # elsewhere, so again
+        return pairs
+
+    # A step.
+
+    def step(self, trained: Sequence[tuple[Any, Trio]], global_step: Any) -> Any:
+        """Take a local step; return whether an exchange was due, and so was made."""
+        optimizer = self._optimizer
+        optimizer._opt.apply_gradients([(g, trio.local) for g, trio in trained])
+        optimizer._observe(trained)
+        if self._seen is not None:
+            have = {self._names[trio.local.ref()] for _, trio in trained}
+            self._seen.assign(self._seen | [name in have for name in self._trios])
+        count = tf.identity(optimizer._local_step.assign_add(1))
+        due = tf.equal(count % optimizer._period, 0)
+        return tf.cond(due, lambda: self._exchange(count, global_step), lambda: tf.constant(False))
+
+    def _exchange(self, count: Any, global_step: Any) -> Any:
+        into, sent = self._received(), [count, *self._sent()]
+        if tf.executing_eagerly():
+            version, *values = self._swap(*(tensor.numpy() for tensor in sent))
+        else:
+            dtypes = [tf.int64, *(v.dtype for v in into)]
+            version, *values = tf.numpy_function(self._swap, sent, dtypes)
+        for v, value in zip(into, values, strict=True):
+            v.assign(tf.ensure_shape(value, v.shape))
+        self._forget()
+        if global_step is not None:  # it counts the others' exchanges, too
+            now = tf.cast(version, global_step.dtype)
+            global_step.assign(tf.maximum(global_step + 1, now))
+        return tf.constant(True)
+
+    def _sent(self) -> list[Any]:
+        """What an exchange needs: all `x`; for AGN all `a`, which of them count, and the rate."""
+        trios = self._trios.values()
+        sent = [trio.local.read_value() for trio in trios]
+        if self._seen is not None:
+            sent += [trio.beside.read_value() for trio in trios]
+            sent += [self._seen.read_value(), tf.convert_to_tensor(rate_of(self._optimizer._opt))]
+        return sent
+
+    def _received(self) -> list[Variable]:
+        """Where what comes back goes: all `x`; all `c̃`, if there are any."""
+        trios = self._trios.values()
+        copies = [trio.beside for trio in trios] if self.worker.local.copy is not None else []
+        return [*(trio.local for trio in trios), *copies]
+
+    def _forget(self) -> None:
+        """`a ← 0`."""
+        if self._seen is not None:
+            for trio in self._trios.values():
+                trio.beside.assign(tf.zeros_like(trio.beside))
+            self._seen.assign(tf.zeros_like(self._seen))
+
+    # Between TensorFlow and the worker, in numpy.
+
+    def _swap(self, count: Any, *sent: Array) -> list[Array]:
+        self._fill(int(count), sent)
+        try:
+            self.worker.exchange()
+        except BaseException:
+            self._write()  # other variables may have been exchanged
+            raise
+        return [np.array(self.worker.center.version, np.int64), *self._results()]
+
+    def _fill(self, count: int, sent: Sequence[Array]) -> None:
+        """Bring what is sent into the worker's buffers."""
+        worker, n = self.worker, len(self._trios)
+        worker.local_step = count
+        for name, x in zip(self._trios, sent, strict=False):
+            worker.parameters[name] = x
+        if worker.local.a is not None:
+            *sums, seen, rate = sent[n:]
+            views = worker.layout.views(worker.local.a)
+            for name, a in zip(self._trios, sums, strict=True):
+                np.copyto(views[name], a)
+            worker.local.seen[:] = seen
+            worker.local.gradients = count - worker.exchanged_at
+            worker.set_learning_rate(float(rate))
+
+    def _results(self) -> list[Array]:
+        """Return what `_received` takes: copies, for TensorFlow may keep what it is given."""
+        worker, names = self.worker, self._trios
+        results = [worker.parameters[name].copy() for name in names]
+        if worker.local.copy is not None:
+            views = worker.layout.views(worker.local.copy)
+            results += [views[name].astype(x.dtype) for name, x in zip(names, results, strict=True)]
+        return results
+
+    def _write(self) -> None:
+        for v, value in zip(self._received(), self._results(), strict=True):
+            v.assign(value)
+        self._forget()
+
+    # The end.
+
+    def finish(self) -> None:
+        """Exchange what the last period left over, and leave the center."""
+        if self._worker is None or self._worker.finished:
+            return
+        atexit.unregister(self._at_exit)
+        try:
+            with self._worker:  # exchanges at the end of the block, and leaves in any case
+                self._fill(self.local_step, [tensor.numpy() for tensor in self._sent()])
+        finally:
+            self._write()
+
+    def _at_exit(self) -> None:
+        """Finish when the script ends; after an error only leave, which the process's end does."""
+        if os.getpid() == self._process and getattr(sys, "last_value", None) is None:
+            try:
+                self.finish()
+            except Exception:
+                _log.exception("The last exchange failed")
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(1)  # an exit handler has no other way to say so
+
+    def save_center(self, path: str | Path) -> None:
+        """Write the center as safetensors, under the variables' names."""
+        write_tensors(Path(path), self.worker.center.values(), {})
+
+
+def no_meaning(method: str) -> RuntimeError:
+    """Return the error for a method that graphs have."""
+    return RuntimeError(f"In eager mode there is no `{method}`: {_INSTEAD[method]}.")
+
+
+def unique_names(variables: Iterable[Variable]) -> dict[str, Variable]:
+    """Name variables: in eager mode several may have the same name, and get a number."""
+    named: dict[str, Variable] = {}
+    for v in variables:
+        base = name = v.name.partition(":")[0]
+        number = 0
+        while name in named:
+            number += 1
+            name = f"{base}_{number}"
+        named[name] = v
+    return named
+
+
+def _ref(variable: Any) -> Any:
+    if not isinstance(variable, tf.Variable):
+        raise TypeError(
+            f"`var_list` must hold tf.Variables. Received: {type(variable).__name__}. For a Keras "
+            "model, whose variables are not, leave it out: those that the loss reads are found."
+        )
+    return variable.ref()
+
+
+def _value(variable: Variable) -> Array:
+    if not variable.is_initialized():
+        raise ValueError(
+            f"{variable.name!r} is made inside the tf.function that trains it, too late to start "
+            "from the center. Make the model before, for instance by calling it once."
+        )
+    value: Array = variable.numpy()
+    return value

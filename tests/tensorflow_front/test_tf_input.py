@@ -1,0 +1,192 @@
+"""Bad input: the documented exception, in a sentence that helps."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tf_cluster import GETTERS, PERIODS, wrap
+
+v1 = tf.compat.v1
+rules = pytest.mark.parametrize("rule", GETTERS)
+
+
+class Bench:
+    """A model of one process, with an optimizer."""
+
+    def __init__(self, rule, inner=None, getter=None, **options):
+        self.getter = GETTERS[rule]("")
+        with v1.variable_scope("", custom_getter=self.getter):
+            self.v = v1.get_variable("v", initializer=1.0)
+        self.loss = tf.square(self.v)
+        self.step = v1.train.get_or_create_global_step()
+        inner = v1.train.GradientDescentOptimizer(0.1) if inner is None else inner
+        self.opt = wrap(rule, inner, 1, getter or self.getter, **options)
+
+    def apply(self, pairs):
+        return self.opt.apply_gradients(pairs, self.step)
+
+
+@pytest.fixture(autouse=True)
+def graph():
+    with tf.Graph().as_default():
+        yield
+
+
+@rules
+@pytest.mark.parametrize("pairs", ["one", [1, 2], [(None,)], 5], ids=str)
+def test_malformed_pairs(rule, pairs):
+    with pytest.raises(TypeError, match=r"list of \(gradient, variable\) pairs.*Received"):
+        Bench(rule).apply(pairs)
+
+
+@rules
+def test_pairs_of_something_else(rule):
+    bench = Bench(rule)
+    with pytest.raises(TypeError, match=r"Received: .*'x'"):
+        bench.apply([(tf.constant(1.0), "x")])
+    with pytest.raises(TypeError, match=r"Received: .*'g'"):
+        bench.apply([("g", bench.v)])
+
+
+@rules
+def test_no_gradients(rule):
+    bench = Bench(rule)
+    with pytest.raises(ValueError, match=r"No variable has a gradient.*v:0"):
+        bench.apply([(None, bench.v)])
+    with pytest.raises(ValueError, match="No variable has a gradient"):
+        bench.apply([])
+
+
+@rules
+def test_loss_that_depends_on_nothing(rule):
+    bench = Bench(rule, **{"rho": 0.0} if rule == "elastic" else {})
+    with pytest.raises(ValueError, match=r"v:0"):
+        bench.opt.minimize(tf.constant(1.0), bench.step)
+
+
+@rules
+def test_stranger_is_named(rule):
+    bench = Bench(rule)
+    stranger = v1.Variable(1.0, name="stranger")
+    with pytest.raises(ValueError, match=rf"'stranger:0'.*{GETTERS[rule].__name__}.*var_list"):
+        bench.opt.minimize(bench.loss * stranger, bench.step)
+    bench.opt.minimize(bench.loss * stranger, bench.step, var_list=[bench.v])
+
+
+@rules
+def test_variable_of_another_getter_is_named(rule):
+    bench = Bench(rule)
+    with v1.variable_scope("", custom_getter=GETTERS[rule]("")):
+        other = v1.get_variable("other", initializer=1.0)
+    with pytest.raises(ValueError, match=r"'other:0' was not made through this getter"):
+        bench.apply([(tf.constant(1.0), other)])
+
+
+@rules
+def test_getter_of_another_kind(rule):
+    for other in set(GETTERS) - {rule}:
+        with (
+            tf.Graph().as_default(),
+            pytest.raises(TypeError, match=rf"needs the {GETTERS[rule].__name__}.*Received"),
+        ):
+            Bench(rule, getter=GETTERS[other](""))
+
+
+@rules
+def test_getter_without_a_device(rule):
+    with pytest.raises(TypeError, match=r"worker_device.*/job:worker/task:0"):
+        GETTERS[rule](None)
+
+
+@rules
+@pytest.mark.parametrize("period", [0, -1, 1.5, None, True], ids=str)
+def test_period(rule, period):
+    with pytest.raises(ValueError, match=rf"`{PERIODS[rule]}` must be an integer >= 1.*Received"):
+        Bench(rule, **{PERIODS[rule]: period})
+
+
+@rules
+def test_number_of_workers(rule):
+    getter = GETTERS[rule]("")
+    for workers in (0, "2", None):
+        with pytest.raises(ValueError, match=r"`num_worker` must be an integer >= 1"):
+            wrap(rule, v1.train.GradientDescentOptimizer(0.1), workers, getter)
+
+
+@pytest.mark.parametrize("rate", [0.0, -0.1, 1.5, np.nan, np.inf], ids=str)
+def test_moving_rate(rate):
+    with pytest.raises(ValueError, match=r"`moving_rate` must be in \(0, 1\].*Received"):
+        Bench("elastic", moving_rate=rate)
+
+
+@pytest.mark.parametrize("rho", [-0.1, np.nan, np.inf], ids=str)
+def test_rho(rho):
+    with pytest.raises(ValueError, match=r"`rho` must be a finite number >= 0.*Received"):
+        Bench("elastic", rho=rho)
+
+
+def test_moving_rate_of_too_many_workers_warns():
+    getter = GETTERS["elastic"]("")
+    with pytest.warns(UserWarning, match=r"0.5 × 3"):
+        wrap("elastic", v1.train.GradientDescentOptimizer(0.1), 3, getter, moving_rate=0.5)
+
+
+@pytest.mark.parametrize("rule", ["elastic", "average"])
+@pytest.mark.parametrize("timeout", [0, -1.0])
+def test_timeout(rule, timeout):
+    with pytest.raises(ValueError, match=r"`timeout`.*Received"):
+        Bench(rule, timeout=timeout)
+
+
+def test_averaging_needs_a_global_step():
+    bench = Bench("average")
+    with pytest.raises(ValueError, match=r"global_step.*get_or_create_global_step"):
+        bench.opt.minimize(bench.loss)
+
+
+@pytest.mark.parametrize("rule", ["elastic", "agn"])
+def test_others_do_without_a_global_step(rule):
+    bench = Bench(rule, communication_period=1)
+    train = bench.opt.minimize(bench.loss)
+    with v1.Session() as session:
+        session.run([v1.global_variables_initializer(), v1.local_variables_initializer()])
+        session.run(bench.opt.get_init_op(0))
+        session.run(train)
+        assert session.run(bench.getter.trio(bench.v).center) < 1
+
+
+@rules
+def test_keras_optimizer(rule):
+    with pytest.raises(TypeError, match=r"tf.compat.v1.train.*Received"):
+        Bench(rule, inner=tf.keras.optimizers.SGD(0.1))
+
+
+def test_optimizer_without_a_rate():
+    class Rateless(v1.train.Optimizer):
+        pass
+
+    with pytest.raises(ValueError, match=r"Rateless.*Give `rho`"):
+        Bench("elastic", inner=Rateless(False, "rateless"))
+    with tf.Graph().as_default():
+        Bench("elastic", inner=Rateless(False, "rateless"), rho=0.0)
+
+
+@rules
+def test_saver_before_the_model(rule):
+    opt = wrap(rule, v1.train.GradientDescentOptimizer(0.1), 1, GETTERS[rule](""))
+    with pytest.raises(RuntimeError, match=f"{GETTERS[rule].__name__}.*Make the model first"):
+        opt.swapping_saver()
+
+
+@rules
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_not_finite_never_reaches_the_center(rule, bad):
+    bench = Bench(rule, **{PERIODS[rule]: 1})
+    center = bench.getter.trio(bench.v).center
+    train = bench.apply([(tf.constant(bad), bench.v)])
+    init = bench.opt.get_init_op() if rule == "average" else bench.opt.get_init_op(0)
+    with v1.Session() as session:
+        session.run([v1.global_variables_initializer(), v1.local_variables_initializer()])
+        session.run(init)
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"'v' has NaN or Inf"):
+            session.run(train)
+        assert session.run([center, bench.step]) == [1.0, 0]

@@ -1,0 +1,102 @@
+"""What an original did in vain: a local step that talks to the servers, a penalty of nothing."""
+
+import pytest
+import tensorflow as tf
+from tf_cluster import GETTERS, PERIODS, Model, Servers, wrap
+
+v1 = tf.compat.v1
+rules = pytest.mark.parametrize("rule", GETTERS)
+
+
+def sgd():
+    return v1.train.GradientDescentOptimizer(1.0)
+
+
+def zeros(shape, count=1):
+    """Variables of zeros and their gradients."""
+
+    def build(model):
+        made = [
+            v1.get_variable(f"v{k}", shape, initializer=v1.zeros_initializer())
+            for k in range(count)
+        ]
+        return [(-tf.ones(v.shape), v) for v in made]
+
+    return build
+
+
+def devices_of_step(model):
+    """The devices that take part in a step."""
+    options = v1.RunOptions(output_partition_graphs=True, trace_level=v1.RunOptions.FULL_TRACE)
+    seen = v1.RunMetadata()
+    model.session.run(model.train, options=options, run_metadata=seen)
+    devices = {node.device for graph in seen.partition_graphs for node in graph.node}
+    return devices | {stats.device for stats in seen.step_stats.dev_stats}
+
+
+@pytest.mark.parametrize(
+    ("hook", "resource"),
+    [(False, True), (True, True), (True, False)],
+    ids=["op", "hook", "hook-reference"],
+)
+@rules
+def test_local_step_touches_no_server(rule, hook, resource):
+    model = Model(
+        Servers(2, 1),
+        rule,
+        0,
+        1,
+        lambda: v1.train.MomentumOptimizer(0.1, 0.9),
+        zeros([3], count=3),
+        hook,
+        resource=resource,
+        **{PERIODS[rule]: 2},
+    )
+    model.start()
+    model.step()
+    model.step()  # exchanges
+    assert model.values()["global_step"] == 1
+    devices = devices_of_step(model)
+    assert any("job:worker" in device for device in devices)
+    assert not [device for device in devices if "job:ps" in device]
+    model.step()
+    assert model.values()["global_step"] == 2
+
+
+def test_no_penalty_no_operation():
+    """With ρ = 0 there is nothing but the gradients, and those of embeddings stay sparse."""
+    with tf.Graph().as_default() as graph:
+        getter = GETTERS["elastic"]("")
+        with v1.variable_scope("", custom_getter=getter):
+            table = v1.get_variable("table", [10, 2])
+        opt = wrap("elastic", sgd(), 1, getter, rho=0.0)
+        loss = tf.reduce_sum(tf.nn.embedding_lookup(table, [1, 3]))
+        before = len(graph.get_operations())
+        sgd().compute_gradients(loss)
+        bare = len(graph.get_operations()) - before
+        ((g, _),) = opt.compute_gradients(loss)
+        assert len(graph.get_operations()) - before == 2 * bare
+        assert isinstance(g, tf.IndexedSlices)
+
+
+def test_exchange_pulls_once_and_pushes_once():
+    """Elastic: `c` comes, `δ` goes, and nothing else of that size."""
+    model = Model(Servers(1, 1), "elastic", 0, 1, sgd, zeros([1000]), True, rho=0.0)
+    crossing = {
+        tensor.ref(): tensor
+        for op in ancestors(model.opt._steps[0].exchange.op)
+        for tensor in op.inputs
+        if tensor.shape.as_list() == [1000]
+        and ("job:ps" in tensor.op.device) != ("job:ps" in op.device)
+    }.values()
+    assert sorted("job:ps" in tensor.op.device for tensor in crossing) == [False, True]
+
+
+def ancestors(op):
+    seen, todo = {op}, [op]
+    while todo:
+        op = todo.pop()
+        new = {*(t.op for t in op.inputs), *op.control_inputs} - seen
+        seen |= new
+        todo += new
+    return seen
