@@ -4,11 +4,13 @@ import contextlib
 import threading
 
 import numpy as np
+import pytest
 
 from springline import LocalCenter, ModelAverage
-from springline.center import CenterError, Layout, Local
+from springline.center import CenterError, Layout, Local, RoundTimeoutError
 from springline.center.locks import SHARD
 from springline.center.plan import ADOPTED, CLOSED, CONTRIBUTED, MEMBER_OF
+from springline.center.rounds import Rounds
 
 RULE = ModelAverage(period=1, workers=2)
 LAYOUT = Layout.of({"w": np.zeros(4, np.float32)})
@@ -99,3 +101,26 @@ def test_a_new_worker_waits_until_nobody_reads_its_predecessors_slot():
         threading.Event().wait(0.01)
     assert center.memory.slots[1].any()
     center.close()
+
+
+def test_the_start_waits_for_who_is_still_joining(background, monkeypatch):
+    """A rank that is held but not yet in the rounds would miss the first one."""
+    center, _ = make()
+    asked, go_on, enter = threading.Event(), threading.Event(), Rounds.enter
+
+    def slow(self, centers):
+        if self._member.rank == 1:
+            asked.set()
+            assert go_on.wait(20)
+        enter(self, centers)
+
+    monkeypatch.setattr(Rounds, "enter", slow)
+    late = background(lambda: center.join(1, RULE))
+    assert asked.wait(20)
+    assert center.members() == [1]
+    first = center.join(0, RULE, timeout=0.1)
+    with pytest.raises(RoundTimeoutError, match="rank 1"):
+        first.barrier()
+    go_on.set()
+    late.result(20).barrier()
+    first.barrier()

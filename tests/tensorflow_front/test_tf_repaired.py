@@ -282,31 +282,3 @@ def test_class_members():
         assert (opt.GATE_NONE, opt.GATE_OP, opt.GATE_GRAPH) == (0, 1, 2)
         assert isinstance(opt, train.Optimizer)
         assert getattr(opt, "BETA", None) == (0.9 if rule == "elastic" else None)
-
-
-@rules
-def test_whatever_is_fetched_under_the_hook(rule):
-    def build(model):
-        v = v1.get_variable("v", initializer=[1.0, 2.0])
-        model.v = v
-        model.sparse = tf.sparse.from_dense(v)
-        return tf.reduce_sum(tf.square(v))
-
-    model = Model(
-        Servers(1, 1),
-        rule,
-        0,
-        1,
-        lambda: train.GradientDescentOptimizer(0.1),
-        build,
-        True,
-        **{PERIODS[rule]: 1},
-    )
-    model.start()
-    run = model.session.run
-    run({"step": model.train, "v": model.v})
-    run((model.train, [model.sparse]))
-    run([model.train.name, "v:0"])
-    assert run(model.global_step) == 3
-    run([model.v, model.sparse])
-    assert run(model.global_step) == 3

@@ -1,4 +1,4 @@
-"""What an original did in vain: a local step that talks to the servers, a penalty of nothing."""
+"""What a step does and what not: no talk with servers, no penalty of nothing; under the hook."""
 
 import pytest
 import tensorflow as tf
@@ -100,3 +100,31 @@ def ancestors(op):
         seen |= new
         todo += new
     return seen
+
+
+@rules
+def test_whatever_is_fetched_under_the_hook(rule):
+    def build(model):
+        v = v1.get_variable("v", initializer=[1.0, 2.0])
+        model.v = v
+        model.sparse = tf.sparse.from_dense(v)
+        return tf.reduce_sum(tf.square(v))
+
+    model = Model(
+        Servers(1, 1),
+        rule,
+        0,
+        1,
+        lambda: v1.train.GradientDescentOptimizer(0.1),
+        build,
+        True,
+        **{PERIODS[rule]: 1},
+    )
+    model.start()
+    run = model.session.run
+    run({"step": model.train, "v": model.v})
+    run((model.train, [model.sparse]))
+    run([model.train.name, "v:0"])
+    assert run(model.global_step) == 3
+    run([model.v, model.sparse])
+    assert run(model.global_step) == 3

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from springline.center.center import Local, Member
 from springline.center.errors import CenterError, NonFiniteError
 from springline.center.layout import Bytes, Run, aligned_zeros
-from springline.center.plan import EXCHANGES, NANOSECONDS, STARTED, STEPS
+from springline.center.plan import EXCHANGES, JOINED, NANOSECONDS, STARTED, STEPS
 from springline.center.rounds import Rounds
 from springline.center.waiting import wait_until
 from springline.rules.buffers import buffer_rule
@@ -50,6 +50,7 @@ class MemoryMember(Member):
         self.timeout = timeout
         self.center = center
         self.row = center.memory.ranks[rank]
+        self.row[JOINED] = 0  # until we are in the rounds, too
         self.start_step = int(self.row[STEPS])
         self._turn = threading.RLock()  # a signal handler may leave in the middle of an exchange
         self._busy = False
@@ -60,6 +61,7 @@ class MemoryMember(Member):
         self._rounds = Rounds(center, self) if rule.synchronous else None
         if self._rounds:
             self._rounds.enter(self._centers)
+        self.row[JOINED] = 1
 
     def exchange(self, local: Local) -> None:
         """Exchange with the center; two threads of a worker take turns."""
@@ -85,16 +87,17 @@ class MemoryMember(Member):
             self.row[EXCHANGES] += 1
 
     def barrier(self) -> None:
-        """Wait until all ranks are held at once, or have been before."""
-        head, workers = self.center.memory.head, self.center.plan.workers
-
-        def done() -> bool:
-            if not head[STARTED] and len(self.center.members()) == workers:
-                head[STARTED] = 1
-            return bool(head[STARTED])
+        """Wait until all ranks have joined and are there at once, or have been before."""
+        head, ranks = self.center.memory.head, self.center.memory.ranks
 
         def missing() -> set[int]:
-            return set(range(workers)) - set(self.center.members())
+            here = {rank for rank in self.center.members() if ranks[rank, JOINED]}
+            return set(range(self.center.plan.workers)) - here
+
+        def done() -> bool:
+            if not head[STARTED] and not missing():
+                head[STARTED] = 1
+            return bool(head[STARTED])
 
         wait_until(done, missing, self.timeout, "all workers to start")
 

@@ -23,7 +23,7 @@ from springline.rules.rule import Rule
 PAGE = 4096
 Spec = tuple[int, str, tuple[int, ...], float]  # parameter, key, shape, first value
 # Columns of the table, one row per rank. Each row has one writer at a time: its rank's process.
-EXCHANGES, STEPS, NANOSECONDS, SETTLED, CONTRIBUTED, ADOPTED, MEMBER_OF = range(7)
+EXCHANGES, STEPS, NANOSECONDS, SETTLED, CONTRIBUTED, ADOPTED, MEMBER_OF, JOINED = range(8)
 COLUMNS = 8
 # The head, before the rows: the last closed round, whether all have started once, and the version
 # that the center was restored with.

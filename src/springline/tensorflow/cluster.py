@@ -20,6 +20,7 @@ from springline.tensorflow.getter import v1
 _LOOK = 1.0  # seconds between two looks at the parameter servers, and for each to answer
 _WARN_EVERY = 30.0
 _log = logging.getLogger("springline")
+_watches: list[Watch] = []  # of this process
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ def cluster(serve: bool = True, ps_timeout: float | None = 60.0) -> Cluster:
     if job != "ps" and "ps" in spec.jobs:
         servers = {f"/job:ps/task:{k}": spec.task_address("ps", k) for k in spec.task_indices("ps")}
         watch = Watch(servers, ps_timeout)
+        _watches.append(watch)
         threading.Thread(target=watch.keep, name="springline-ps-watch", daemon=True).start()
     return Cluster(spec, job, task, server)
 
@@ -127,7 +129,8 @@ class Watch:
         self._servers = servers
         self._timeout = timeout
         self._start = time.monotonic()
-        self._reached: dict[str, float] = {}  # when each was last
+        self._reached: set[str] = set()  # at any time
+        self._lost = dict.fromkeys(servers, self._start)  # since when each is out of reach
         self._warned = dict.fromkeys(servers, self._start)
 
     def keep(self) -> NoReturn:
@@ -135,18 +138,25 @@ class Watch:
         while True:
             for sentence in self.look():
                 print(f"springline: {sentence}", file=sys.stderr, flush=True)
-                os._exit(1)  # the others wait in calls that no exception reaches
+                os._exit(1)  # the main thread waits in a call that no exception reaches
             time.sleep(_LOOK)
+
+    def answered(self) -> None:
+        """Take it from a session that all have been reached, also between two looks."""
+        self._reached.update(self._servers)
+        self._lost.clear()
 
     def look(self) -> list[str]:
         """Look at each once; return a sentence for each that is gone, warn of those that may be."""
         gone = []
         for name, address in self._servers.items():
-            if reachable(address):
-                self._reached[name] = self._warned[name] = time.monotonic()
-                continue
             now = time.monotonic()
-            out = now - self._reached.get(name, self._start)
+            if reachable(address):
+                self._reached.add(name)
+                self._lost.pop(name, None)
+                self._warned[name] = now
+                continue
+            out = now - self._lost.setdefault(name, now)
             if name in self._reached and self._timeout is not None and out >= self._timeout:
                 gone.append(
                     f"the parameter server {name} at {address} has been out of reach for "
@@ -165,11 +175,17 @@ class Watch:
         return gone
 
 
+def servers_answered() -> None:
+    """Tell the watch of this process, if there is one, that a session has been made."""
+    for watch in _watches:
+        watch.answered()
+
+
 def reachable(address: str) -> bool:
     """Whether somebody listens at a host and port."""
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_LOOK).close()
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_LOOK) as found:
+            return bool(found.getsockname() != found.getpeername())  # not by chance ourselves
     except OSError:
         return False
-    return True

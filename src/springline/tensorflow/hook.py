@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from springline.run import note_worker
+from springline.tensorflow.cluster import servers_answered
 from springline.tensorflow.getter import v1
 from springline.tensorflow.members import Table
 from springline.tensorflow.saver import JoiningSaver
@@ -56,6 +57,7 @@ class CenterHook(v1.train.SessionRunHook):
         """Start from the center."""
         session.run([self._init, self._ready.mark] if self._is_chief else self._init)
         note_worker(self)
+        servers_answered()
         self._optimizer.start_in(session)
 
     def before_run(self, run_context: Any) -> Any:
