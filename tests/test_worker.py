@@ -6,7 +6,8 @@ import sys
 import numpy as np
 import pytest
 
-from springline import AGN, ElasticAverage, LocalCenter, ModelAverage, Worker
+import springline
+from springline import AGN, ElasticAverage, LocalCenter, ModelAverage, SharedCenter, Worker
 from springline.center import Layout, LayoutError, NonFiniteError, RoundTimeoutError
 from springline.rules import SGD
 
@@ -200,3 +201,20 @@ def test_no_center_is_made_of_nan(bad, directory):
         with pytest.raises(NonFiniteError, match="'b' has NaN or Inf, so no center was made"):
             Worker(values, ElasticAverage(), place)
     Worker(model(), ElasticAverage(), directory).center.close()
+
+
+def test_start_step_stays_what_it_was_while_the_worker_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPRINGLINE_RUN", str(tmp_path))
+    rule = ElasticAverage(period=2)
+    assert springline.start_step() == 0
+    layout = Layout.of(model())
+    with SharedCenter.create_or_join(tmp_path / "center", layout, rule, model()) as center:
+        worker = Worker(model(), rule, center)
+        for _ in range(5):
+            worker.step()
+        assert springline.start_step() == 0
+        worker.member.leave()
+        again = Worker(model(), rule, center)
+        assert springline.start_step() == again.start_step == 4
+        again.member.leave()
+        center.retire()

@@ -52,7 +52,11 @@ def run(
         typer.Option("--run", metavar="DIR", help="A run to go on with, or a place for a new one."),
     ] = None,
     max_restarts: Annotated[
-        int, typer.Option(metavar="K", help="How many times a worker that dies is restarted.")
+        int,
+        typer.Option(
+            metavar="K",
+            help="How many times a worker that dies is restarted; once more, and the run ends.",
+        ),
     ] = 3,
     no_live: Annotated[bool, typer.Option("--no-live", help="Lines, no live screen.")] = False,
 ) -> None:

@@ -175,6 +175,7 @@ def test_a_script_that_fails_at_once_ends_the_run(command, script, run, text, li
     assert failed.process.returncode == 1
     for line in lines:
         assert f"  {line.format(path=path)}\n" in failed.output
+    assert f'; restart 1 of 1. Its last line: "{lines[-1]}' in failed.output
     assert failed.output.count("Traceback") == "".join(lines).count("Traceback")
     assert "child.py" not in failed.output  # tracebacks are the script's own
     worker = next(w for w in run.state.workers if w.state == "failed")

@@ -200,7 +200,8 @@ class Launcher:
         elif entry.restarts < self._max_restarts:
             entry.state = "restarting"
             process.restart_at = time.monotonic() + _PAUSE
-            self._tell(f"{how}; restart {entry.restarts + 1} of {self._max_restarts}.")
+            last = "".join(f' Its last line: "{line}"' for line in process.last_lines(1))
+            self._tell(f"{how}; restart {entry.restarts + 1} of {self._max_restarts}.{last}")
         else:
             entry.state = "failed"
             self.failed = process

@@ -83,7 +83,8 @@ class LaunchState:
             return None
         values["workers"] = [WorkerEntry(**entry) for entry in values["workers"]]
         values["ps"] = [WorkerEntry(**entry) for entry in values.get("ps", [])]
-        values["earlier"] = [(start, end) for start, end in values.get("earlier", [])]
+        earlier = values.get("earlier", [])
+        values["earlier"] = [(float(start), float(end)) for start, end in earlier]
         return cls(**values)
 
 

@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from springline.center.plan import Plan
+from springline.launch.state import LaunchState
 from springline.monitor.curves import Timeline, is_strong, quantities, smooth, split_name, stack
 from springline.monitor.metrics import Floats, Series, read_metrics
-from springline.monitor.sources import read_launch, read_plan
+from springline.monitor.sources import read_plan
 from springline.monitor.words import many, rule_in_words
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def figure(directory: Path) -> Figure | None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
-    launch = read_launch(directory)
+    launch = LaunchState.last(directory)  # a plot can do without
     starts = {entry.rank: entry.starts for entry in launch.workers} if launch else {}
     metrics = {
         rank: series.with_starts(starts.get(rank, []))

@@ -178,7 +178,7 @@ class Screen:
         total, done = self._total(), sum(worker.step for worker in status.workers)
         words = [many(done, "step")]
         bar = ProgressBar(total=None, pulse=not status.over, pulse_style="cyan")
-        if total:
+        if total and status.workers:
             whole = _whole(status, total)
             bar = ProgressBar(
                 total=whole, completed=done, complete_style="cyan", finished_style="green"
