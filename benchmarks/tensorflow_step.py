@@ -48,7 +48,7 @@ def cases(quick: bool) -> Iterator[Case]:
     """All settings."""
     for settings in (True, False):
         for workers in (1, 2):
-            size, rounds = (10_000, 4) if quick else (8_400_000, 15)
+            size, rounds = (10_000, 4) if quick else (8_400_000, 40)
             yield Case("large", 3, size, rounds, workers, settings)
     yield Case("many small", 50, 256, 4 if quick else 300, 1, True)
 

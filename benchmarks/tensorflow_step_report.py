@@ -146,5 +146,5 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         panel.set_yticks(range(len(shown)), [row.what for row in shown], fontsize=8)
         panel.invert_yaxis()
         panel.set_title(title, fontsize=9.5)
-        panel.legend(fontsize=8)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.savefig(path)

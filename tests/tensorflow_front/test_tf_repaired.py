@@ -54,7 +54,12 @@ class Alone:
         self.session.run(init)
 
     def losses(self, steps):
-        return [self.session.run([self.loss, self.train])[0] for _ in range(steps)]
+        """The loss before each step; in one run with it a reference may be read after it."""
+        losses = []
+        for _ in range(steps):
+            losses.append(self.session.run(self.loss))
+            self.session.run(self.train)
+        return losses
 
     def centers(self):
         return self.session.run([trio.center for trio in self.trios])
