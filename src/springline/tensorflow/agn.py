@@ -90,21 +90,18 @@ class AGNOptimizer(CenterOptimizer):
         """Push `a/τ`, pull `c`."""
         done = []
         for shard in shards:
-            means = [
-                finite(a.read_value() / tf.cast(self._period, a.dtype), trio.local)
-                for trio in shard.trios
-                for a in [trio.beside]
-            ]
+            raw = [_mean(trio.beside, self._period) for trio in shard.trios]
+            with tf.control_dependencies(raw):  # whatever becomes of them
+                done += [_clear(trio) for trio in shard.trios]
+            means = [finite(a, trio.local) for a, trio in zip(raw, shard.trios, strict=True)]
 
             def step(*means: Tensor, shard: Shard = shard) -> list[Tensor]:
                 return self._step(shard, means)
 
             replies = call(shard, step, means)
             done += [*replies[-1:]]
-            for trio, c in zip(shard.trios, replies, strict=False):
+            for trio, c in zip(shard.trios, replies[:-1], strict=True):
                 done += [trio.local.assign(c)]
-            with tf.control_dependencies(replies):
-                done += [_clear(trio) for trio in shard.trios]
         return after(done)
 
     def _step(self, shard: Shard, means: Sequence[Tensor]) -> list[Tensor]:
@@ -138,6 +135,11 @@ def _accumulate(a: Variable, g: Any) -> Any:
     if isinstance(g, tf.IndexedSlices):
         return a.scatter_add(g)
     return a.assign_add(tf.cast(g, a.dtype))
+
+
+def _mean(a: Variable, period: int) -> Tensor:
+    """`a/τ`, a value of its own."""
+    return a.read_value() / tf.constant(period, a.dtype.base_dtype)
 
 
 def _clear(trio: Trio) -> Any:

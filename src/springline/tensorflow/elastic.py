@@ -11,7 +11,7 @@ from springline.rules import ElasticAverage, Rule
 from springline.tensorflow.getter import ElasticAverageCustomGetter, Trio, Variable
 from springline.tensorflow.members import Barrier, Members
 from springline.tensorflow.optimizer import Call, CenterOptimizer, GradsAndVars
-from springline.tensorflow.shards import Shard, Tensor, after, finite
+from springline.tensorflow.shards import Shard, Tensor, after, direct, finite
 
 
 class ElasticAverageOptimizer(CenterOptimizer):
@@ -107,8 +107,10 @@ class ElasticAverageOptimizer(CenterOptimizer):
             return list(gradients)
         return [(self._pulled(g, v, grad_loss, rho), v) for g, v in gradients]
 
-    def _pulled(self, g: Any, v: Variable, grad_loss: Any, rho: Any) -> Tensor:
+    def _pulled(self, g: Any, v: Variable, grad_loss: Any, rho: Any) -> Tensor | None:
         """`g + ρ(x − c̃)`, scaled as the loss is."""
+        if g is None and not self._getter.has(v) and not self._eager:
+            return None  # another model's
         trio = self._trio(v)
         pull = tf.cast(rho, v.dtype) * (v.read_value() - trio.beside.read_value())
         if grad_loss is not None:
@@ -125,7 +127,8 @@ class ElasticAverageOptimizer(CenterOptimizer):
             centers = call(shard, shard.read) if shard.trios else []
             deltas = [
                 finite(
-                    (trio.local.read_value() - c) * tf.cast(self._rule.alpha, c.dtype), trio.local
+                    (trio.local.read_value() - c) * tf.constant(self._rule.alpha, c.dtype),
+                    trio.local,
                 )
                 for trio, c in zip(shard.trios, centers, strict=True)
             ]
@@ -138,9 +141,12 @@ class ElasticAverageOptimizer(CenterOptimizer):
                 with tf.control_dependencies(sums):
                     return [after(shard.count())]
 
-            done += call(shard, add, deltas)
-            for trio, c, δ in zip(shard.trios, centers, deltas, strict=True):
-                done += [trio.local.assign_sub(δ), trio.beside.assign(c)]
+            added = call(shard, add, deltas)
+            # Directly, each δ goes its own way, both sides of it; a call takes all or none.
+            with tf.control_dependencies([] if call is direct else added):
+                for trio, c, δ in zip(shard.trios, centers, deltas, strict=True):
+                    done += [trio.local.assign_sub(δ), trio.beside.assign(c)]
+            done += added
         return after(done)
 
 

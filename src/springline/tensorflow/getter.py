@@ -100,6 +100,10 @@ class CustomGetter:
             )
         return trio
 
+    def has(self, variable: Variable) -> bool:
+        """Whether a variable was made here."""
+        return variable.ref() in self._trios
+
     def trios(self) -> list[Trio]:
         """Return all of the current graph, in the order they were made."""
         graph = v1.get_default_graph()

@@ -8,6 +8,7 @@ of its own, directly.
 
 from __future__ import annotations
 
+import contextlib
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -176,7 +177,8 @@ class CenterOptimizer(v1.train.Optimizer):
                 update = self._opt.apply_gradients([(g, trio.local) for g, trio in trained])
             with tf.control_dependencies([update, *self._observe(trained)]):
                 count = tf.identity(self._local_step.assign_add(1))
-            self._build(shards, scope.strip("/"))
+            # Not by the scope, which may differ from worker to worker.
+            self._build(shards, f"{self.get_name()}/{trios[0].center.op.name}")
             exchange = self._own_run(shards)
             with tf.control_dependencies([count]):
                 exchanged = self._exchange_if(tf.equal(count % self._period, 0), shards)
@@ -309,14 +311,7 @@ class CenterOptimizer(v1.train.Optimizer):
                 "`grads_and_vars` must be a list of (gradient, variable) pairs, as "
                 f"`compute_gradients` returns. Received: {grads_and_vars!r}."
             ) from error
-        for g, v in pairs:
-            if not isinstance(v, tf.Variable) or (
-                g is not None and not isinstance(g, tf.Tensor | tf.IndexedSlices)
-            ):
-                raise TypeError(
-                    "`grads_and_vars` must hold (gradient, variable) pairs, a gradient being a "
-                    f"tensor, an IndexedSlices or None. Received: ({g!r}, {v!r})."
-                )
+        pairs = [(_gradient(g, v), v) for g, v in pairs]
         if self._eager:
             self._eager.attach(v for _, v in pairs)
         trained = [(g, self._trio(v)) for g, v in pairs if g is not None]
@@ -368,3 +363,16 @@ class CenterOptimizer(v1.train.Optimizer):
         if self._eager:
             raise no_meaning("make_session_run_hook")
         return CenterHook(self, is_chief)
+
+
+def _gradient(g: Any, v: Any) -> Any:
+    """Return a gradient as a tensor, an IndexedSlices or None."""
+    if isinstance(v, tf.Variable):
+        if g is None or isinstance(g, tf.IndexedSlices):
+            return g
+        with contextlib.suppress(TypeError, ValueError):
+            return tf.convert_to_tensor(g, v.dtype.base_dtype)
+    raise TypeError(
+        "`grads_and_vars` must hold (gradient, variable) pairs, a gradient being a tensor, an "
+        f"IndexedSlices or None. Received: ({g!r}, {v!r})."
+    )

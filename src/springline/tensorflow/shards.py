@@ -45,14 +45,19 @@ class Shard:
 
 
 def cut(trios: Sequence[Trio], global_step: Variable | None) -> list[Shard]:
-    """Sort variables by the device of their centers, the global step among them."""
+    """Sort variables by the task that holds their centers, the global step among them."""
     shards: dict[str, Shard] = {}
+
+    def at(device: str) -> Shard:
+        place = v1.DeviceSpec.from_string(device)
+        if place.job:
+            device = f"/job:{place.job}/task:{place.task or 0}"  # whatever else it says
+        return shards.setdefault(device, Shard(device))
+
     for trio in trios:
-        device = trio.center.device
-        shards.setdefault(device, Shard(device)).trios.append(trio)
+        at(trio.center.device).trios.append(trio)
     if global_step is not None:
-        device = global_step.device
-        shards.setdefault(device, Shard(device)).counter = global_step
+        at(global_step.device).counter = global_step
     return list(shards.values())
 
 
