@@ -1,8 +1,10 @@
 """The TensorFlow benchmark runs, on small models, and writes its page and plot."""
 
+import pytest
 from test_torch_benchmarks import check_written, run, tables
 
 
+@pytest.mark.slow
 def test_tensorflow_step_compares_with_the_bare_optimizer_and_the_wire(tmp_path):
     printed = run("tensorflow_step.py", "--quick", out=tmp_path)
     targets, figures = tables(check_written(tmp_path, "tensorflow-step"))
