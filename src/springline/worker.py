@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
@@ -19,6 +22,7 @@ from springline.center.shared import SharedCenter
 from springline.rules.rule import Rule
 
 Array = NDArray[Any]
+_log = logging.getLogger("springline")
 
 
 class InPlace(MutableMapping[str, Array]):
@@ -271,3 +275,20 @@ class Worker:
         if self._work.nbytes < array.nbytes:
             self._work = np.empty(array.nbytes, np.uint8)
         return self._work[: array.nbytes].view(array.dtype).reshape(array.shape)
+
+
+def finish_at_exit(finish: Callable[[], None], process: int) -> None:
+    """Finish when the script ends; after an error only leave, which the process's end does.
+
+    Args:
+        finish: makes the last exchange and leaves.
+        process: the one that trains; nothing happens in those that it has forked.
+    """
+    if os.getpid() == process and getattr(sys, "last_value", None) is None:
+        try:
+            finish()
+        except Exception:
+            _log.exception("The last exchange failed")
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)  # an exit handler has no other way to say so

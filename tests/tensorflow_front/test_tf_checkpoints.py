@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
@@ -208,7 +209,7 @@ def test_state_of_the_center_goes_on_on_new_servers(inner, resource, tmp_path):
     """AGN's outer optimizer: as if nothing had happened."""
 
     def chief(directory):
-        optimizer = lambda: INNERS[inner](0.1)  # noqa: E731
+        optimizer = partial(INNERS[inner], 0.1)
         options = {"resource": resource, "communication_period": 1}
         model = Model(Servers(2, 1), "agn", 0, 1, optimizer, constant, True, **options)
         return begin(model, directory)

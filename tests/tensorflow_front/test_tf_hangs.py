@@ -4,6 +4,7 @@ import json
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import tensorflow as tf
@@ -24,7 +25,7 @@ def bowl(model):
 
 
 def worker(servers, rule, k, hook, workers=2, inner="momentum", **options):
-    build = lambda: INNERS[inner](0.1)  # noqa: E731
+    build = partial(INNERS[inner], 0.1)
     return Model(servers, rule, k, workers, build, bowl, hook, **options)
 
 

@@ -1,5 +1,7 @@
 """The nine runs recorded from TensorFlow 1.15.5, on a real cluster."""
 
+from functools import partial
+
 import pytest
 import tensorflow as tf
 from tf_cluster import INNERS, Model, Servers, close, together
@@ -26,7 +28,7 @@ def test_recorded(name, resource, hook):
     config = RECORDED[name]["config"]
     workers = config["workers"]
     servers = Servers(1, workers)
-    inner = lambda: INNERS[config["opt"]](config["lr"])  # noqa: E731
+    inner = partial(INNERS[config["opt"]], config["lr"])
     models = [
         Model(
             servers,

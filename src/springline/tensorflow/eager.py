@@ -8,9 +8,7 @@ Python is called then, and only then.
 from __future__ import annotations
 
 import atexit
-import logging
 import os
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,14 +22,13 @@ from springline.center import LocalCenter
 from springline.center.checkpoint import write_tensors
 from springline.tensorflow.getter import Trio, Variable
 from springline.tensorflow.outer import rate_of
-from springline.worker import Worker
+from springline.worker import Worker, finish_at_exit
 
 if TYPE_CHECKING:
     from springline.tensorflow.optimizer import CenterOptimizer
 
 Array = NDArray[Any]
 Pairs = list[tuple[Any, Variable]]
-_log = logging.getLogger("springline")
 _INSTEAD = {
     "make_session_run_hook": "`minimize` exchanges by itself, and `finish()` makes the last "
     "exchange",
@@ -261,15 +258,7 @@ class EagerCenter:
             self._write()
 
     def _at_exit(self) -> None:
-        """Finish when the script ends; after an error only leave, which the process's end does."""
-        if os.getpid() == self._process and getattr(sys, "last_value", None) is None:
-            try:
-                self.finish()
-            except Exception:
-                _log.exception("The last exchange failed")
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(1)  # an exit handler has no other way to say so
+        finish_at_exit(self.finish, self._process)
 
     def save_center(self, path: str | Path) -> None:
         """Write the center as safetensors, under the variables' names."""

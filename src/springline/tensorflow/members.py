@@ -89,8 +89,9 @@ class Barrier:
 
     def wait(self, call: Callable[..., list[Tensor]], timeout: float | None) -> Tensor:
         """Wait, in the graph."""
-        look = lambda: tuple(call(self._shard, self._arrive))  # noqa: E731
-        return wait_in_graph(look, timeout, "all workers to start")
+        return wait_in_graph(
+            lambda: tuple(call(self._shard, self._arrive)), timeout, "all workers to start"
+        )
 
     def _arrive(self) -> list[Tensor]:
         """Body: whether all have started, and who is missing."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,10 +27,9 @@ from springline.torch.naming import (
 from springline.torch.outer import first_state
 from springline.torch.overlap import Overlap
 from springline.torch.wrapper import Closure, State, Wrapper
-from springline.worker import Worker
+from springline.worker import Worker, finish_at_exit
 
 MakeRule = Callable[[int, dict[str, Group]], Rule]
-_log = logging.getLogger("springline")
 
 
 class CenterOptimizer(Wrapper):
@@ -204,15 +201,7 @@ class CenterOptimizer(Wrapper):
             write_extras(center.directory, arrays, aliases)
 
     def _at_exit(self) -> None:
-        """Finish when the script ends; after an error only leave, which the process's end does."""
-        if os.getpid() == self._process and getattr(sys, "last_value", None) is None:
-            try:
-                self.finish()
-            except Exception:
-                _log.exception("The last exchange failed")
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(1)  # an exit handler has no other way to say so
+        finish_at_exit(self.finish, self._process)
 
     def _add(self, group: Group) -> None:
         self._check_not_swapped()
