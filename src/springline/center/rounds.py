@@ -25,7 +25,8 @@ from springline.center.waiting import wait_until
 from springline.rules.rule import CenterBlock, Rule
 
 if TYPE_CHECKING:
-    from springline.center.member import Block, MemoryMember
+    from springline.center.blocks import Block
+    from springline.center.member import MemoryMember
     from springline.center.memory import MemoryCenter
 
 
