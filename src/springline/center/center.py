@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from springline.center.errors import LayoutError
+from springline.center.errors import LayoutError, NonFiniteError, RankError, SettingsError
 from springline.center.layout import Bytes, Layout, aligned_zeros
 from springline.rules.rule import Rule
 
@@ -156,6 +156,20 @@ class Center(ABC):
                 "Use the model that the run was started with, or start a new run."
             )
 
+    def check_join(self, rank: int, rule: Rule, timeout: float | None) -> None:
+        """Refuse a worker with other settings than the center's, or a rank out of range."""
+        use_locking = {"use_locking": self.settings["use_locking"]}  # the center's, whoever joins
+        check_settings(self.settings, rule.settings() | use_locking)
+        if timeout is not None and not timeout >= 0:
+            raise ValueError(f"`timeout` must be seconds >= 0, or None. Received: {timeout!r}.")
+        workers = self.settings["workers"]
+        whole = isinstance(rank, int | np.integer) and not isinstance(rank, bool)
+        if not whole or not 0 <= rank < workers:
+            raise RankError(
+                f"`rank` must be an integer from 0 to {workers - 1}, since the run is "
+                f"configured for {workers} workers. Received: rank={rank!r}."
+            )
+
     def values(self) -> Mapping[str, NDArray[Any]]:
         """Return a copy of the center by name."""
         return self.layout.views(self.read())
@@ -165,3 +179,24 @@ class Center(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def check_settings(center: Mapping[str, Any], worker: Mapping[str, Any]) -> None:
+    """Refuse a worker whose rule or settings differ from the center's; name the difference."""
+    for key in [*center, *(k for k in worker if k not in center)]:
+        ours, its = center.get(key), worker.get(key)
+        if ours != its:
+            raise SettingsError(
+                f"The center was made with {key}={ours!r}, this worker comes with {key}={its!r}. "
+                "Start it with the center's settings, or a new run."
+            )
+
+
+def check_finite(layout: Layout, values: Mapping[str, Any]) -> None:
+    """Refuse first values with a NaN or an Inf; name the tensor."""
+    for entry in layout.entries:
+        if not np.isfinite(values[entry.name]).all():
+            raise NonFiniteError(
+                f"{entry.kind.capitalize()} {entry.name!r} has NaN or Inf, so no center was "
+                "made with it. Look at how the model is initialised or loaded."
+            )

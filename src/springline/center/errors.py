@@ -1,5 +1,9 @@
 """What can go wrong with a center, each with a sentence that says what to do."""
 
+from __future__ import annotations
+
+from collections.abc import Collection
+
 
 class CenterError(RuntimeError):
     """Base of all errors of a center."""
@@ -27,3 +31,11 @@ class RoundTimeoutError(CenterError, TimeoutError):
 
 class CheckpointError(CenterError, ValueError):
     """A checkpoint is damaged or belongs to another model."""
+
+
+def rank_in_use(rank: int, members: Collection[int]) -> RankError:
+    """Return the error for a rank that a live worker has."""
+    return RankError(
+        f"Rank {rank} is in use by a live worker. Give every worker a rank of its own; "
+        f"in use: {sorted(members)}."
+    )

@@ -142,13 +142,14 @@ class Layout:
         for entry in self.entries:
             np.copyto(entry.view(buffer), np.asarray(values[entry.name]), casting="same_kind")
 
-    def shards(self, whole: bool) -> Iterator[Run]:
-        """Cut the buffer into at most about 16 shards, each of one dtype and kind.
+    def shards(self, whole: bool, count: int = SHARDS) -> Iterator[Run]:
+        """Cut the buffer into shards, each of one dtype and kind.
 
         Args:
             whole: cut at the boundaries of parameters only, as outer optimizers need it.
+            count: about how many, at most.
         """
-        target = max(self.nbytes // SHARDS, BLOCK)
+        target = max(self.nbytes // count, BLOCK)
         for kind, dtype in _GROUPS:
             group = [
                 e for e in self.entries if (e.kind, e.center_dtype) == (kind, dtype) and e.nbytes

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from springline.center import checkpoint
-from springline.center.center import Center, Progress
-from springline.center.errors import CenterError, NonFiniteError, RankError, SettingsError
+from springline.center.center import Center, Progress, check_finite
+from springline.center.errors import CenterError, rank_in_use
 from springline.center.layout import Bytes, Layout
 from springline.center.locks import CHECKPOINT, RANK, SHARD, Locks
 from springline.center.member import MemoryMember
@@ -92,21 +92,9 @@ class MemoryCenter(Center):
     def join(self, rank: int, rule: Rule, timeout: float | None = None) -> MemoryMember:
         """Become the worker of that rank."""
         self.check_process()
-        use_locking = {"use_locking": self.plan.use_locking}  # the center's, whoever joins
-        check_settings(self.settings, rule.settings() | use_locking)
-        if timeout is not None and not timeout >= 0:
-            raise ValueError(f"`timeout` must be seconds >= 0, or None. Received: {timeout!r}.")
-        whole = isinstance(rank, int | np.integer) and not isinstance(rank, bool)
-        if not whole or not 0 <= rank < self.plan.workers:
-            raise RankError(
-                f"`rank` must be an integer from 0 to {self.plan.workers - 1}, since the run is "
-                f"configured for {self.plan.workers} workers. Received: rank={rank!r}."
-            )
+        self.check_join(rank, rule, timeout)
         if not self.locks.take(RANK + rank):
-            raise RankError(
-                f"Rank {rank} is in use by a live worker. Give every worker a rank of its own; "
-                f"in use: {self.members()}."
-            )
+            raise rank_in_use(rank, self.members())
         try:
             member = MemoryMember(self, int(rank), rule, timeout)
         except BaseException:
@@ -130,12 +118,7 @@ class MemoryCenter(Center):
 
     def initialise(self, values: Mapping[str, Any]) -> None:
         """Give a new center its first values."""
-        for entry in self.layout.entries:
-            if not np.isfinite(values[entry.name]).all():
-                raise NonFiniteError(
-                    f"{entry.kind.capitalize()} {entry.name!r} has NaN or Inf, so no center was "
-                    "made with it. Look at how the model is initialised or loaded."
-                )
+        check_finite(self.layout, values)
         self.layout.write(self.memory.center, values)
         for s in self.plan.state:
             s.view(self.memory.state).fill(s.first)
@@ -166,14 +149,3 @@ class MemoryCenter(Center):
         """Give a member's rank back."""
         self._members.remove(member)
         self.locks.release(RANK + member.rank)
-
-
-def check_settings(center: dict[str, Any], worker: dict[str, Any]) -> None:
-    """Refuse a worker whose rule or settings differ from the center's; name the difference."""
-    for key in [*center, *(k for k in worker if k not in center)]:
-        ours, its = center.get(key), worker.get(key)
-        if ours != its:
-            raise SettingsError(
-                f"The center was made with {key}={ours!r}, this worker comes with {key}={its!r}. "
-                "Start it with the center's settings, or a new run."
-            )

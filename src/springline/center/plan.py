@@ -93,7 +93,13 @@ class Plan:
     @property
     def state_nbytes(self) -> int:
         """Bytes of the outer optimizer's state."""
-        return self.state[-1].offset + self.state[-1].nbytes if self.state else 0
+        return nbytes_of(self.state)
+
+    def state_within(self, start: int, stop: int) -> tuple[StateEntry, ...]:
+        """Place the state of the parameters that begin in a part of the center, by itself."""
+        begin = [e.offset for e in self.layout.entries]
+        ours = [s for s in self.state if start <= begin[s.parameter] < stop]
+        return _place(self.layout, [(s.parameter, s.key, s.shape, s.first) for s in ours])
 
     @cached_property
     def nbytes(self) -> int:
@@ -143,10 +149,20 @@ class Memory:
 
     def state_of(self, plan: Plan) -> dict[int, dict[str, NDArray[Any]]]:
         """Return the outer optimizer's arrays by parameter and key."""
-        arrays: dict[int, dict[str, NDArray[Any]]] = {}
-        for entry in plan.state:
-            arrays.setdefault(entry.parameter, {})[entry.key] = entry.view(self.state)
-        return arrays
+        return arrays_of(plan.state, self.state)
+
+
+def arrays_of(state: Iterable[StateEntry], buffer: Bytes) -> dict[int, dict[str, NDArray[Any]]]:
+    """Return an outer optimizer's arrays by parameter and key."""
+    arrays: dict[int, dict[str, NDArray[Any]]] = {}
+    for entry in state:
+        arrays.setdefault(entry.parameter, {})[entry.key] = entry.view(buffer)
+    return arrays
+
+
+def nbytes_of(state: tuple[StateEntry, ...]) -> int:
+    """Return how long a buffer with this state is."""
+    return state[-1].offset + state[-1].nbytes if state else 0
 
 
 def _place(layout: Layout, specs: Iterable[Spec]) -> tuple[StateEntry, ...]:

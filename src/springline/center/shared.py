@@ -24,11 +24,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from springline.center import checkpoint
+from springline.center.center import check_settings
 from springline.center.errors import CenterError
 from springline.center.layout import Bytes, Layout
 from springline.center.locks import CREATE, RecordLocks
 from springline.center.member import MemoryMember
-from springline.center.memory import MemoryCenter, check_settings
+from springline.center.memory import MemoryCenter
 from springline.center.place import MEMORY_NAME, free, map_memory, new_memory, sweep
 from springline.center.plan import Plan
 from springline.rules.rule import Rule

@@ -41,6 +41,8 @@ class ElasticAverage(Rule):
     rho: float = 0.0
 
     name: ClassVar[str] = "elastic"
+    reads_center: ClassVar[bool] = True
+    adopts_message: ClassVar[bool] = True
     BETA: ClassVar[float] = 0.9
 
     def __post_init__(self) -> None:

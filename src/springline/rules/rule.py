@@ -64,6 +64,8 @@ class Rule(ABC):
     name: ClassVar[str]
     synchronous: ClassVar[bool] = False  # an exchange is a round of all live workers
     accumulates: ClassVar[bool] = False  # the worker keeps `a`
+    reads_center: ClassVar[bool] = False  # the message depends on `c`
+    adopts_message: ClassVar[bool] = False  # the worker adopts its message, not the new `c`
 
     def __post_init__(self) -> None:
         at_least_one("period", self.period, "It is the number of local steps between exchanges.")
