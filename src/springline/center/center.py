@@ -100,6 +100,19 @@ class Center(ABC):
     asynchronous: ClassVar[bool]  # takes the asynchronous rules
     synchronous: ClassVar[bool]  # takes the synchronous rules
     by_path: ClassVar[bool]  # any process can open it by its path
+    joinable: ClassVar[bool] = True  # workers may come and go while others train
+
+    @classmethod
+    def takes(cls, rule: Rule) -> bool:
+        """Whether this kind of center can be made with a rule."""
+        return cls.synchronous if rule.synchronous else cls.asynchronous
+
+    @classmethod
+    def in_rounds(cls, rule: Rule) -> bool:
+        """Whether an exchange is a round of all workers there."""
+        return rule.synchronous
+
+    merges_here: ClassVar[bool] = True  # `merge` runs in the process of the worker
 
     @property
     @abstractmethod

@@ -1,0 +1,1 @@
+"""A center that is served: a head knows the members, shards hold the bytes, wherever they are."""

@@ -1,0 +1,177 @@
+"""A center that is served by a head and shards, wherever they are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from springline.center import checkpoint
+from springline.center.center import Center, Progress, check_finite
+from springline.center.errors import CenterError
+from springline.center.layout import Bytes, Layout
+from springline.center.plan import Plan, nbytes_of
+from springline.center.served.head import Look, latest
+from springline.center.served.member import ServedMember
+from springline.center.served.messages import Row, cut, span
+from springline.center.served.peer import Call, Peer
+from springline.rules.rule import Rule
+
+
+class ServedCenter(Center):
+    """A center behind a head and shards.
+
+    Args:
+        description: what the head tells about it.
+        head: the head.
+        shards: all of them, in order.
+    """
+
+    asynchronous: ClassVar[bool] = True
+    synchronous: ClassVar[bool] = True
+    by_path: ClassVar[bool] = False
+    merges_here: ClassVar[bool] = False
+
+    def __init__(self, description: Mapping[str, Any], head: Peer, shards: Sequence[Peer]) -> None:
+        self.plan = Plan.from_json(description["plan"])
+        self.head = head
+        self.shards = list(shards)
+        self.parts = cut(self.plan, description["asked"])
+        self.process = os.getpid()
+        self._members: list[ServedMember] = []
+        self._base = int(description["base"])
+        self._version = 0
+        self._closed = False
+
+    @property
+    def layout(self) -> Layout:
+        """The model's layout."""
+        return self.plan.layout
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What all its workers agree on."""
+        return self.plan.settings
+
+    @property
+    def version(self) -> int:
+        """Exchanges so far, or rounds. It does not go back, also if a shard had to."""
+        rows, closed = self._known()
+        done = closed if self.plan.synchronous else sum(row.exchanges for row in rows.values())
+        self._version = max(self._version, self._base + done)
+        return self._version
+
+    def members(self) -> list[int]:
+        """Return the ranks that were heard of lately."""
+        return self._look(self._ask_head()).members
+
+    def progress(self) -> list[Progress]:
+        """Return how far each rank has come."""
+        rows, _ = self._known()
+        known = [rows.get(rank, Row()) for rank in range(self.plan.workers)]
+        return [Progress(row.steps, row.exchanges, row.seconds) for row in known]
+
+    def read(self, out: Bytes | None = None) -> Bytes:
+        """Copy the center, consistent per shard, into a flat buffer."""
+        out = self.layout.allocate() if out is None else out
+        self._read(out)
+        return out
+
+    def join(self, rank: int, rule: Rule, timeout: float | None = None) -> ServedMember:
+        """Become the worker of that rank."""
+        self.check_process()
+        self.check_join(rank, rule, timeout)
+        member = ServedMember(self, int(rank), rule, timeout)
+        self._members.append(member)
+        return member
+
+    def save(self, path: str | Path) -> None:
+        """Write a checkpoint, collected from all shards, to a file of this machine."""
+        version, steps = self.version, [rank.steps for rank in self.progress()]
+        center, state = self.layout.allocate(), np.zeros(self.plan.state_nbytes, np.uint8)
+        self._read(center, state)
+        checkpoint.write(Path(path), self.plan, center, state, version, steps)
+
+    def close(self) -> None:
+        """Leave, with all members that joined through this object."""
+        if not self._closed and os.getpid() == self.process:
+            for member in list(self._members):
+                member.leave()
+            self._closed = True
+
+    def forget(self, member: ServedMember) -> None:
+        """Let go of a member that has left."""
+        if member in self._members:
+            self._members.remove(member)
+
+    def check_process(self) -> None:
+        """Refuse to be used when closed, or in a forked child."""
+        if self._closed:
+            raise CenterError("This center is closed. Open it again.")
+        if os.getpid() != self.process:
+            raise CenterError(
+                f"This center was opened in process {self.process} and is used in its child "
+                f"{os.getpid()}. Open it again in the child."
+            )
+
+    def _known(self) -> tuple[dict[int, Row], int]:
+        """Return how far each rank has come, and the last round: the latest that anybody knows."""
+        ask_head, ask_shard = self._ask_head(), Call(self.shards[0], "rows")
+        look = self._look(ask_head)
+        return latest([(look.rows, look.closed), ask_shard.result()])
+
+    def _ask_head(self) -> Call:
+        self.check_process()
+        return Call(self.head, "look")
+
+    def _look(self, asked: Call) -> Look:
+        look: Look | None = asked.result()
+        if look is None:
+            raise CenterError("The center is gone. Start the run again: it goes on if it was kept.")
+        return look
+
+    def _read(self, center: Bytes, state: Bytes | None = None) -> None:
+        self.check_process()
+        calls = [Call(peer, "read") for peer in self.shards]
+        for runs, call in zip(self.parts, calls, strict=True):
+            start, stop = span(runs)
+            data, its_state = call.result()
+            center[start:stop] = data
+            if state is not None:
+                _copy_state(self.plan, start, stop, its_state, state, into_whole=True)
+
+
+def first_parts(
+    plan: Plan, values: Mapping[str, Any], count: int, restore: str | Path | None
+) -> tuple[list[tuple[Bytes, Bytes]], int, list[int]]:
+    """Return what each shard of a new center begins with, the version, and each rank's steps."""
+    check_finite(plan.layout, values)
+    center, state = plan.layout.allocate(), np.zeros(plan.state_nbytes, np.uint8)
+    plan.layout.write(center, values)
+    for s in plan.state:
+        s.view(state).fill(s.first)
+    version, steps = 0, [0] * plan.workers
+    if restore:
+        saved = checkpoint.read(Path(restore), plan, center, state)
+        version = saved.version
+        steps = saved.steps if len(saved.steps) == plan.workers else steps
+    parts = []
+    for runs in cut(plan, count):
+        start, stop = span(runs)
+        own = np.zeros(nbytes_of(plan.state_within(start, stop)), np.uint8)
+        _copy_state(plan, start, stop, own, state, into_whole=False)
+        parts.append((center[start:stop], own))
+    return parts, version, steps
+
+
+def _copy_state(
+    plan: Plan, start: int, stop: int, part: Bytes, whole: Bytes, into_whole: bool
+) -> None:
+    """Copy the outer optimizer's state of one part of the center to or from that of the whole."""
+    of_whole = {(s.parameter, s.key): s for s in plan.state}
+    for s in plan.state_within(start, stop):
+        mine, ours = s.view(part), of_whole[s.parameter, s.key].view(whole)
+        np.copyto(ours, mine) if into_whole else np.copyto(mine, ours)

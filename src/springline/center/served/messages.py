@@ -1,0 +1,112 @@
+"""What goes between a worker and a shard, and how the center is cut between shards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from springline.center.layout import Bytes, Run
+from springline.center.plan import Plan
+
+_FINER = 4  # how many of the layout's shards one of ours holds, about
+
+
+@dataclass(frozen=True)
+class Sender:
+    """A worker, in one of its lives, at one of its exchanges.
+
+    Args:
+        rank: the worker's.
+        incarnation: larger in every life of the rank.
+        number: of the exchange, larger than all before it in this life.
+        steps: local steps of the rank, over all its lives.
+        exchanges: of the rank, over all its lives, this one included.
+        seconds: spent exchanging, over all its lives, before this one.
+    """
+
+    rank: int
+    incarnation: int
+    number: int
+    steps: int
+    exchanges: int
+    seconds: float
+
+    @property
+    def at(self) -> tuple[int, int]:
+        """Life and number: what a shard tells a repeat by."""
+        return self.incarnation, self.number
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a worker sends to one shard: `x`, or the message where that does not depend on `c`.
+
+    Args:
+        sender: whose.
+        data: the shard's part.
+        gradients: how many gradients an accumulated one holds.
+        seen: per entry of the layout, whether it has a gradient.
+        rates: per entry, its learning rate.
+    """
+
+    sender: Sender
+    data: Bytes
+    gradients: int
+    seen: NDArray[np.bool_]
+    rates: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What comes back.
+
+    Args:
+        data: the shard's part: `c` before the exchange where the worker adopts its message, else
+            after it.
+        refused: the number of the block that was not finite; those from it on were not applied.
+        forgotten: the exchange was applied, but what `c` was before it is not known any more:
+            `data` is the center now, for the worker to go on from.
+    """
+
+    data: Bytes
+    refused: int | None = None
+    forgotten: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """How far a rank has come, as a shard knows it."""
+
+    incarnation: int = 0
+    number: int = 0
+    steps: int = 0
+    exchanges: int = 0
+    seconds: float = 0.0
+
+    def to_json(self) -> list[Any]:
+        """Return what `Row(*values)` takes."""
+        return [self.incarnation, self.number, self.steps, self.exchanges, self.seconds]
+
+
+def cut(plan: Plan, count: int) -> list[list[Run]]:
+    """Cut a center into at most so many parts of about the same size: runs of the layout's shards.
+
+    Fewer, if the model is too small, or if parameters must stay whole.
+    """
+    shards = list(plan.layout.shards(plan.whole, _FINER * count))
+    total = sum(shard.stop - shard.start for shard in shards)
+    parts: list[list[Run]] = [[] for _ in range(count)]
+    before = 0
+    for shard in shards:
+        middle = before + (shard.stop - shard.start) / 2
+        parts[min(int(middle * count / total), count - 1)].append(shard)
+        before += shard.stop - shard.start
+    return [part for part in parts if part]
+
+
+def span(part: list[Run]) -> tuple[int, int]:
+    """Return the bytes of the center that a part holds: from, to."""
+    return part[0].start, part[-1].stop

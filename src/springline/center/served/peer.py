@@ -1,0 +1,98 @@
+"""The other side of a call: a head or a shard, in another process or on another machine.
+
+A call may be lost on its way there or on its way back, and whoever makes it cannot tell which. So
+every call is made again until it is answered, and whoever answers must bear being asked twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any, Protocol
+
+from springline.center.errors import CenterError
+from springline.center.waiting import WARN_EVERY
+
+_PAUSE = 0.2  # seconds before a peer that was lost is asked again
+_LOOK = 1.0  # seconds between two looks at the clock while a call is under way
+_log = logging.getLogger("springline")
+
+
+class PeerLostError(Exception):
+    """A peer died, restarts or cannot be reached: the call may or may not have been carried out."""
+
+
+class Pending(Protocol):
+    """A call that is under way."""
+
+    def result(self, timeout: float) -> Any:
+        """Return the answer, or raise what the call raised.
+
+        Raises:
+            TimeoutError: it is not here yet; ask again.
+            PeerLostError: it will not come.
+        """
+
+
+class Peer(Protocol):
+    """A head or a shard."""
+
+    name: str
+
+    def ask(self, method: str, *arguments: Any) -> Pending:
+        """Begin a call."""
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        """Make a call whose answer nobody waits for."""
+
+
+class Call:
+    """A call that is made until it is answered.
+
+    Args:
+        peer: who is called.
+        method: what of it.
+        arguments: for it; they must not change before the answer is there.
+        timeout: seconds without an answer after which the call fails; None for ever, with a
+            warning every 30 seconds.
+    """
+
+    def __init__(
+        self, peer: Peer, method: str, *arguments: Any, timeout: float | None = None
+    ) -> None:
+        self._peer = peer
+        self._method = method
+        self._arguments = arguments
+        self._timeout = timeout
+        self._pending = peer.ask(method, *arguments)
+
+    def result(self) -> Any:
+        """Return the answer, or raise what the call raised.
+
+        Raises:
+            CenterError: there was none in time.
+        """
+        start = time.monotonic()
+        warn_at = start + WARN_EVERY
+        lost = False
+        while True:
+            try:
+                return self._pending.result(_LOOK if self._timeout is None else _PAUSE)
+            except TimeoutError:
+                lost = False
+            except PeerLostError as error:
+                if not lost:
+                    _log.warning("%s is gone: %s. Asking again.", self._peer.name, error)
+                lost = True
+            waited = time.monotonic() - start
+            if self._timeout is not None and waited > self._timeout:
+                raise CenterError(
+                    f"{self._peer.name} has not answered for {waited:.0f} s. Is its machine up, "
+                    "and can it be reached? A larger `timeout` waits longer."
+                )
+            if time.monotonic() > warn_at:
+                _log.warning("Waiting for %s since %.0f s", self._peer.name, waited)
+                warn_at += WARN_EVERY
+            if lost:
+                time.sleep(_PAUSE)
+                self._pending = self._peer.ask(self._method, *self._arguments)

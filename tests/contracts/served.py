@@ -1,0 +1,129 @@
+"""A served center whose head and shards are in this process: the same code, without a network."""
+
+import asyncio
+import copy
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from springline.center.plan import Plan
+from springline.center.served.center import ServedCenter, first_parts
+from springline.center.served.head import Head, latest
+from springline.center.served.peer import Call, PeerLostError
+from springline.center.served.shard import Shard
+
+SHARDS = 3
+
+
+class LocalPeer:
+    """A head or a shard here. What crosses over is copied, and read-only, as on a real wire.
+
+    Attributes:
+        disturb: called before every call with its method: may raise `PeerLostError`, the call is
+            then lost on its way there; may return "twice", the call is then made twice; or "lose",
+            its answer is then lost.
+    """
+
+    def __init__(self, name, target, pool, loop=None):
+        self.name, self.target = name, target
+        self._pool, self._loop = pool, loop
+        self.disturb = lambda method: None
+
+    def ask(self, method, *arguments):
+        try:
+            how = self.disturb(method)
+        except PeerLostError as error:
+            return Lost(error)
+        arguments = over_the_wire(arguments)
+        pending = self._call(method, arguments)
+        if how == "twice":
+            return Pending(pending, self._call(method, arguments))
+        return Pending(pending, lost=how == "lose")
+
+    def tell(self, method, *arguments):
+        self.ask(method, *arguments)
+
+    def _call(self, method, arguments):
+        call = getattr(self.target, method)
+        if self._loop:
+            return asyncio.run_coroutine_threadsafe(call(*arguments), self._loop)
+        return self._pool.submit(call, *arguments)
+
+
+class Pending:
+    def __init__(self, *futures, lost=False):
+        self._futures, self._lost = futures, lost
+
+    def result(self, timeout):
+        answers = [future.result(timeout) for future in self._futures]
+        if self._lost:
+            raise PeerLostError("the answer was lost")
+        return over_the_wire(answers[-1])
+
+
+class Lost:
+    def __init__(self, error):
+        self._error = error
+
+    def result(self, timeout):
+        raise self._error
+
+
+def over_the_wire(values):
+    buffers = []
+    data = pickle.dumps(values, protocol=5, buffer_callback=buffers.append)
+    return pickle.loads(data, buffers=[bytes(b.raw()) for b in buffers])
+
+
+class Loop:
+    """An event loop in a thread of its own, for heads."""
+
+    def __init__(self):
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def close(self):
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+class Service:
+    """A head and shards in this process."""
+
+    def __init__(self, layout, rule, values, use_locking, restore, shards=SHARDS, storage=None):
+        self.pool, self.loop = ThreadPoolExecutor(32), Loop()
+        plan = Plan.of(layout, rule, use_locking)
+        parts, version, steps = first_parts(plan, values, shards, restore)
+        make = [
+            lambda k=k: Shard(plan.to_json(), copy.deepcopy(rule), k, shards, storage)
+            for k in range(len(parts))
+        ]
+        self.shards = [LocalPeer(f"shard {k}", new(), self.pool) for k, new in enumerate(make)]
+        for peer, (center, state) in zip(self.shards, parts, strict=True):
+            peer.target.initialise(center, state, steps)
+        self.make = make
+        self.storage = storage
+        self.head = LocalPeer("the head", self.new_head(), self.pool, self.loop.loop)
+        self.description = {
+            "plan": plan.to_json(),
+            "asked": shards,
+            "shards": len(parts),
+            "base": version,
+        }
+        assert Call(self.head, "claim", "test").result() is None
+        assert Call(self.head, "publish", "test", self.description).result()
+
+    def new_head(self):
+        async def ask_rows(_):
+            return latest([peer.target.rows() for peer in self.shards])
+
+        return Head(ask_rows, self.storage)
+
+    def open(self):
+        return ServedCenter(self.description, self.head, self.shards)
+
+    def close(self):
+        self.loop.close()
+        self.pool.shutdown()
