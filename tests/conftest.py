@@ -84,6 +84,15 @@ def start():
         pipe.close()
 
 
+@pytest.fixture(scope="session")
+def cluster():
+    """A Ray cluster of two nodes that this process is connected to."""
+    from ray_cluster import ray_cluster
+
+    with ray_cluster() as cluster:
+        yield cluster
+
+
 @pytest.fixture
 def together():
     """`together(*calls)` makes the calls at once, in threads, and returns their results."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -96,7 +96,7 @@ class Part:
         return self._shaped(run, room[: run.stop - run.start])
 
     def _shaped(self, run: Run, part: Bytes) -> NDArray[Any]:
-        flat = replace(run, start=0, stop=len(part)).view(part)
+        flat = part.view(run.dtype)
         if run.entry is None or self._elementwise:
             return flat
         return flat.reshape(self._layout.entries[run.entry].shape)

@@ -14,6 +14,7 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,7 +24,7 @@ from springline.center.layout import Layout
 from springline.center.plan import Plan
 from springline.center.served.center import ServedCenter, first_parts
 from springline.center.served.head import GRACE, Head, latest
-from springline.center.served.messages import Row, cut
+from springline.center.served.messages import Reply, Row, cut
 from springline.center.served.peer import Call, PeerLostError
 from springline.center.served.shard import Shard
 from springline.rules.rule import Rule
@@ -47,6 +48,7 @@ LINGER = 600.0  # seconds without a member after which a center saves itself and
 _RETIRING = 300.0  # seconds that saving all shards may take
 _PROCESS = 150e6  # bytes of memory that an actor's process takes, beside what it holds
 _SHARD = 256e6  # bytes of the center that a shard holds at most, by default
+_INLINE = 100_000  # bytes that Ray sends along with an answer
 _MALLOC = ((-1, 2**31 - 1), (-3, 2**30))  # glibc: keep freed memory; reuse it for large arrays
 
 
@@ -72,13 +74,20 @@ class _Pending:
 
     def result(self, timeout: float) -> Any:
         try:
-            return ray.get(self._ref, timeout=timeout)
+            return _whole(ray.get(self._ref, timeout=timeout), timeout)
         except GetTimeoutError as error:
             raise TimeoutError from error
         except RayTaskError as error:
             raise (error.cause if isinstance(error.cause, Exception) else error) from None
         except (RayActorError, ObjectLostError) as error:
             raise PeerLostError(str(error).splitlines()[0]) from error
+
+
+def _whole(answer: Any, timeout: float) -> Any:
+    """Return an answer with its data, for which a reference may stand."""
+    if isinstance(answer, Reply) and isinstance(answer.data, ray.ObjectRef):
+        return replace(answer, data=ray.get(answer.data, timeout=timeout))
+    return answer
 
 
 class _RayShard(Shard):
@@ -88,9 +97,9 @@ class _RayShard(Shard):
                 ctypes.CDLL(None).mallopt(parameter, value)
         super().__init__(*arguments)
 
-    def where(self) -> str:
-        """Return the machine that this shard is on."""
-        return socket.gethostname()
+    def snapshot(self) -> Any:
+        """Copy the center into Ray's own memory, once, instead of returning a copy to be copied."""
+        return ray.put(self._center) if len(self._center) > _INLINE else super().snapshot()
 
 
 class _RayHead(Head):
@@ -217,8 +226,9 @@ class RayCenter(ServedCenter):
                 pending.result(1.0)
             except TimeoutError:
                 continue
-            except PeerLostError:  # that is how it ends
-                return
+            except PeerLostError:
+                pass  # the head has ended before it could answer
+            return
         raise CenterError(f"The center {self.name!r} could not be saved and ended in time.")
 
 

@@ -136,6 +136,25 @@ class TorchOuter:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.kind})"
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what another process needs: how the inner optimizer is set, not what it holds."""
+        left_out = {"param_groups", "state", "step"}  # a scheduler has put a step of its own there
+        inner = {
+            key: value
+            for key, value in self._inner.__dict__.items()
+            if key not in left_out and not key.endswith("_hooks")
+        }
+        ours = {"_optimizers": {}, "_inner": (type(self._inner), inner)}
+        return self.__dict__ | ours
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        kind, inner = state["_inner"]
+        made = object.__new__(kind)
+        plain = torch.optim.SGD([torch.zeros(0)], lr=0.0).__dict__
+        made.__dict__.update({key: value for key, value in plain.items() if key.endswith("_hooks")})
+        made.__dict__.update(inner | {"param_groups": [], "state": defaultdict(dict)})
+        self.__dict__.update(state | {"_inner": made})
+
     def _gradient(self, g: Tensor) -> Tensor:
         """Return a gradient as the optimizer takes it: `SparseAdam` takes only sparse ones."""
         return g.to_sparse(1) if isinstance(self._inner, torch.optim.SparseAdam) else g

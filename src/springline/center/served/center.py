@@ -135,12 +135,14 @@ class ServedCenter(Center):
 
     def _read(self, center: Bytes, state: Bytes | None = None) -> None:
         self.check_process()
-        calls = [Call(peer, "read") for peer in self.shards]
+        method = "read" if state is None else "read_all"
+        calls = [Call(peer, method) for peer in self.shards]
         for runs, call in zip(self.parts, calls, strict=True):
             start, stop = span(runs)
-            data, its_state = call.result()
-            center[start:stop] = data
-            if state is not None:
+            if state is None:
+                center[start:stop] = call.result().data
+            else:
+                center[start:stop], its_state = call.result()
                 _copy_state(self.plan, start, stop, its_state, state, into_whole=True)
 
 

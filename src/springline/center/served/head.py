@@ -222,6 +222,10 @@ class Head:
             await self._wait(deadline)
         return self._contributors.get(number, []), []
 
+    async def waiting(self) -> list[int]:
+        """Return who has contributed to the round that is open."""
+        return self._contributing(self._closed + 1)
+
     def _close(self, number: int) -> bool:
         if self._closed < number and not self._pending(number):
             contributors = self._contributing(number)

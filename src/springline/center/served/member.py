@@ -20,8 +20,9 @@ from springline.center.layout import Bytes
 from springline.center.served.head import BEAT, NotAMemberError
 from springline.center.served.messages import Message, Reply, Row, Sender, span
 from springline.center.served.peer import Call, PeerLostError
+from springline.center.served.rounds import Rounds
 from springline.center.waiting import wait_until
-from springline.rules.rule import Rule
+from springline.rules.rule import CenterBlock, Rule
 
 if TYPE_CHECKING:
     from springline.center.served.center import ServedCenter
@@ -42,19 +43,19 @@ class ServedMember(Member):
         self.timeout = timeout
         self.center = center
         self.left = False
-        self._contributors: list[int] = []  # of the last round
-        self._incarnation, row, _ = self._head("join", rank, None)
+        self._incarnation, row, _ = self.ask_head("join", rank, None)
         self.start_step = row.steps
         self._row = Row(self._incarnation, 0, row.steps, row.exchanges, row.seconds)
         self._turn = threading.RLock()
         self._busy = False
         self._bound: Local | None = None
-        self._parts: list[Part] = []
-        self._blocks: list[list[Block]] = []  # of each shard
+        self.parts: list[Part] = []
+        self.blocks: list[list[Block]] = []  # of each shard
+        self._rounds = Rounds(self) if rule.synchronous else None
         self._outgoing: Bytes | None = None  # for messages that are not `x` itself
         self._gone = threading.Event()
         threading.Thread(target=self._beat, name="springline beat", daemon=True).start()
-        self._head("joined", rank, self._incarnation)
+        self.ask_head("joined", rank, self._incarnation)
 
     def exchange(self, local: Local) -> None:
         """Exchange with all shards at once; two threads of a worker take turns."""
@@ -68,8 +69,8 @@ class ServedMember(Member):
             self._busy = True
             try:
                 with np.errstate(over="raise", invalid="raise", divide="raise"):
-                    if self.rule.synchronous:
-                        self._round(local)
+                    if self._rounds:
+                        self._rounds.exchange(local)
                     else:
                         self._swap(local)
             finally:
@@ -84,7 +85,7 @@ class ServedMember(Member):
 
     def barrier(self) -> None:
         """Wait until all ranks have joined and are there at once, or have been before."""
-        self._wait(lambda seconds: self._head("barrier", seconds), "all workers to start")
+        self.wait(lambda seconds: self.ask_head("barrier", seconds), "all workers to start")
 
     def leave(self) -> None:
         """Give the rank back, once."""
@@ -107,10 +108,10 @@ class ServedMember(Member):
     # Asynchronous rules.
 
     def _swap(self, local: Local) -> None:
-        messages = self._messages(local)
+        messages = self.messages(local)
         at = messages[0].sender.at
         peers = self.center.shards
-        calls = [self._ask(k, "exchange", message) for k, message in enumerate(messages)]
+        calls = [self.ask(k, "exchange", message) for k, message in enumerate(messages)]
         refused: NonFiniteError | None = None
         for k, call in enumerate(calls):
             reply: Reply = call.result()
@@ -119,10 +120,10 @@ class ServedMember(Member):
                 peers[k].tell("received", self.rank, at)
         if refused:
             for k in range(len(peers)):
-                self._ask(k, "discount", self.rank, at, self._row.exchanges).result()
+                self.ask(k, "discount", self.rank, at, self._row.exchanges).result()
             raise refused
 
-    def _messages(self, local: Local) -> list[Message]:
+    def messages(self, local: Local) -> list[Message]:
         """Return what is sent to each shard: `x` itself where the shard makes the message."""
         x = local.x
         if not self.rule.reads_center and not self.rule.synchronous:
@@ -141,9 +142,9 @@ class ServedMember(Member):
     def _make_messages(self, local: Local) -> Bytes:
         if self._outgoing is None:
             self._outgoing = self.center.layout.allocate()
-        for k, part in enumerate(self._parts):
+        for k, part in enumerate(self.parts):
             start, stop = span(self.center.parts[k])
-            for block in self._blocks[k]:
+            for block in self.blocks[k]:
                 entry = block.run.entry
                 out = part.view(block.run, self._outgoing[start:stop])
                 if block.rule.reads_center:
@@ -153,7 +154,7 @@ class ServedMember(Member):
         return self._outgoing
 
     def _check_finite(self, local: Local) -> None:
-        for blocks in self._blocks:
+        for blocks in self.blocks:
             for block in blocks:
                 self._message(block, local)
 
@@ -165,7 +166,7 @@ class ServedMember(Member):
 
     def _adopt(self, k: int, reply: Reply, local: Local) -> NonFiniteError | None:
         """Adopt a shard's reply; return the error if a block of ours was refused there."""
-        part = self._parts[k]
+        part = self.parts[k]
         if reply.forgotten:
             start, stop = span(self.center.parts[k])
             local.x[start:stop] = reply.data
@@ -174,15 +175,19 @@ class ServedMember(Member):
                 self.center.shards[k].name,
             )
             return None
-        for number, block in enumerate(self._blocks[k]):
+        for number, block in enumerate(self.blocks[k]):
             c = part.view(block.run, reply.data)
             if number == reply.refused:
                 return non_finite(
                     self.center.layout, block.run, self._where(block, c, local), self.rank
                 )
             message = block.local.x
-            if block.rule.adopts_message:
+            if self.rule.adopts_message:  # `c` is the center as it was before
                 message = block.rule.contribute(block.local, c, local.gradients)
+                if not block.rule.adopts_message:
+                    after = CenterBlock(c.copy(), np.empty_like(c))
+                    block.rule.merge(after, (message,), 0.0)
+                    c = after.c
             block.rule.adopt(block.local, message, c)
         return None
 
@@ -193,105 +198,34 @@ class ServedMember(Member):
                 return block.rule.contribute(block.local, c, local.gradients)
         return block.local.x
 
-    # Synchronous rounds.
-
-    def _round(self, local: Local) -> None:
-        number = self._begin()
-        done = False
-        try:
-            messages = self._messages(local)
-            self._contribute(messages, number)
-            self._settle(number, contributed=True)
-            self._wait(lambda seconds: self._closed(number, seconds), f"round {number}")
-            self._reduce(messages, number)
-            done = True
-        finally:
-            if not done and not self.left:
-                with contextlib.suppress(CenterError):
-                    self._settle(number, contributed=False)
-
-    def _begin(self) -> int:
-        """Return the round to contribute to, after waiting for the one we have no part in."""
-        found: list[int] = []
-
-        def begin(seconds: float) -> list[int]:
-            answer = self._as_member("begin", seconds)
-            if isinstance(answer, int):
-                found.append(answer)
-                return []
-            return list(answer)
-
-        self._wait(begin, "the round that is under way")
-        return found[0]
-
-    def _contribute(self, messages: list[Message], number: int) -> None:
-        calls = [self._ask(k, "contribute", message, number) for k, message in enumerate(messages)]
-        for call in calls:
-            call.result()
-
-    def _settle(self, number: int, contributed: bool) -> None:
-        self._as_member("settle", number, contributed)
-
-    def _closed(self, number: int, seconds: float) -> list[int]:
-        self.check_here()
-        self._contributors, missing = self._head("closed", number, seconds)
-        return list(missing)
-
-    def _reduce(self, messages: list[Message], number: int) -> None:
-        """Take a round's mean from every shard."""
-        sender, asked = messages[0].sender, self._contributors
-        calls = [self._ask(k, "reduce", number, asked, sender) for k in range(len(messages))]
-        for k, call in enumerate(calls):
-            answer = call.result()
-            if isinstance(answer, list):
-                answer = self._reduce_again(k, messages[k], number)
-            for block in self._blocks[k]:
-                c = self._parts[k].view(block.run, answer)
-                block.rule.adopt(block.local, block.local.x, c)
-
-    def _reduce_again(self, k: int, message: Message, number: int) -> Bytes:
-        """Take the mean from a shard that was started again: what it had been sent is gone.
-
-        We send our message again, and so do those who wait as we do. The others have gone on with
-        the mean that it gave them, and are left out of this one.
-        """
-        asked = self._contributors
-        while True:
-            self._ask(k, "contribute", message, number).result()
-            time.sleep(2 * BEAT)
-            answer: Bytes | list[int] = self._ask(
-                k, "reduce", number, asked, message.sender
-            ).result()
-            if not isinstance(answer, list):
-                return answer
-            asked = [rank for rank in asked if rank not in answer or rank == self.rank]
-
     # The head.
 
     @property
     def _patience(self) -> float | None:
         return None if self.timeout is None else self.timeout + _RESTART
 
-    def _ask(self, shard: int, method: str, *arguments: Any) -> Call:
+    def ask(self, shard: int, method: str, *arguments: Any) -> Call:
+        """Begin to call a shard."""
         return Call(self.center.shards[shard], method, *arguments, timeout=self._patience)
 
-    def _head(self, method: str, *arguments: Any) -> Any:
+    def ask_head(self, method: str, *arguments: Any) -> Any:
+        """Call the head."""
         return Call(self.center.head, method, *arguments, timeout=self._patience).result()
 
-    def _as_member(self, method: str, *arguments: Any) -> Any:
+    def ask_as_member(self, method: str, *arguments: Any) -> Any:
         """Call the head as a member; join anew if it has forgotten us."""
         self.check_here()
         try:
-            return self._head(method, self.rank, self._incarnation, *arguments)
+            return self.ask_head(method, self.rank, self._incarnation, *arguments)
         except NotAMemberError:
             self._join_anew()
-            return self._head(method, self.rank, self._incarnation, *arguments)
+            return self.ask_head(method, self.rank, self._incarnation, *arguments)
 
     def _join_anew(self) -> None:
-        self._head("join", self.rank, self._incarnation)
-        self._head("joined", self.rank, self._incarnation)
+        self.ask_head("join", self.rank, self._incarnation)
+        self.ask_head("joined", self.rank, self._incarnation)
 
-    def _wait(self, ask: Callable[[float], list[int]], what: str) -> None:
+    def wait(self, ask: Callable[[float], list[int]], what: str) -> None:
         """Wait until `ask`, which waits a while itself, names nobody any more."""
         missing: list[int] = []
 
@@ -316,13 +250,13 @@ class ServedMember(Member):
 
     def _bind(self, local: Local) -> None:
         """Lay the worker's buffers out as the blocks of each shard."""
-        self._parts, self._blocks = [], []
+        self.parts, self.blocks = [], []
         for runs in self.center.parts:
             here = slice(*span(runs))
             a, copy = (None if b is None else b[here] for b in (local.a, local.copy))
             # `x` stands in for the center, which no message reads that is made here.
             part = Part(self.center.plan, self.rule, runs, local.x[here], {})
             shards = part.bind(local.x[here], part.room(), a, copy)
-            self._parts.append(part)
-            self._blocks.append([block for shard in shards for block in shard])
+            self.parts.append(part)
+            self.blocks.append([block for shard in shards for block in shard])
         self._bound = local

@@ -127,7 +127,7 @@ class Shard:
                 self._slots.setdefault(number, {})[message.sender.rank] = message.data
             return self._round
 
-    def reduce(self, number: int, contributors: Sequence[int], sender: Sender) -> Bytes | list[int]:
+    def reduce(self, number: int, contributors: Sequence[int], sender: Sender) -> Reply | list[int]:
         """Reduce a round, unless that is done, and return its mean.
 
         Returns:
@@ -149,9 +149,15 @@ class Shard:
                     self._slots = {n: kept for n, kept in self._slots.items() if n > number}
             with self._table:
                 self._note(sender)
-            return self._center.copy()
+            return Reply(self.snapshot())
 
-    def read(self) -> tuple[Bytes, Bytes]:
+    def read(self) -> Reply:
+        """Return a copy of this part of the center."""
+        self._check_ready()
+        with self._locked():
+            return Reply(self.snapshot())
+
+    def read_all(self) -> tuple[Bytes, Bytes]:
         """Return copies of this part of the center and of the outer optimizer's state."""
         self._check_ready()
         with self._locked():
@@ -184,26 +190,25 @@ class Shard:
             at, reply = self._kept.get(sender.rank, (None, None))
         if reply and at == sender.at:
             return reply
-        return Reply(self._center.copy(), forgotten=True)
+        return Reply(self.snapshot(), forgotten=True)
 
     def _apply(self, message: Message) -> Reply:
+        before = self.snapshot() if self._rule.adopts_message else None
         part, room = self._part(0 if self._plan.use_locking else message.sender.rank)
-        data = np.empty(len(self._center), np.uint8)
-        number = 0
+        refused = None
         with np.errstate(**_ERRORS):
-            for blocks in part.bind(message.data, room):
-                for block in blocks:
-                    before = part.view(block.run, data)
-                    if block.rule.adopts_message:
-                        np.copyto(before, block.center.c)
-                    try:
-                        _merge(block, message)
-                    except RefusedError:
-                        return Reply(data, refused=number)
-                    if not block.rule.adopts_message:
-                        np.copyto(before, block.center.c)
-                    number += 1
-        return Reply(data)
+            blocks = (block for shard in part.bind(message.data, room) for block in shard)
+            for number, block in enumerate(blocks):
+                try:
+                    _merge(block, message)
+                except RefusedError:
+                    refused = number
+                    break
+        return Reply(self.snapshot() if before is None else before, refused)
+
+    def snapshot(self) -> Any:
+        """Return a copy of the center as it is sent to workers."""
+        return self._center.copy()
 
     def _check(self, sender: Sender) -> None:
         self._check_ready()

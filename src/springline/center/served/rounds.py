@@ -1,0 +1,103 @@
+"""Synchronous rounds at a served center.
+
+A worker sends its message to every shard and then tells the head. The head closes the round over
+those who did, and everybody takes the mean of these from the shards, which make it when they are
+first asked. A worker that dies between two shards has told the head nothing: what it sent does not
+count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING
+
+from springline.center.center import Local
+from springline.center.errors import CenterError
+from springline.center.served.head import BEAT
+from springline.center.served.messages import Message, Reply
+
+if TYPE_CHECKING:
+    from springline.center.served.member import ServedMember
+
+
+class Rounds:
+    """One member's part in the rounds of its center."""
+
+    def __init__(self, member: ServedMember) -> None:
+        self._member = member
+        self._contributors: list[int] = []  # of the last round
+
+    def exchange(self, local: Local) -> None:
+        """Take part in one round."""
+        number = self._begin()
+        done = False
+        try:
+            messages = self._member.messages(local)
+            self._contribute(messages, number)
+            self._settle(number, contributed=True)
+            self._member.wait(lambda seconds: self._closed(number, seconds), f"round {number}")
+            self._reduce(messages, number)
+            done = True
+        finally:
+            if not done and not self._member.left:
+                with contextlib.suppress(CenterError):
+                    self._settle(number, contributed=False)
+
+    def _begin(self) -> int:
+        """Return the round to contribute to, after waiting for the one we have no part in."""
+        found: list[int] = []
+
+        def begin(seconds: float) -> list[int]:
+            answer = self._member.ask_as_member("begin", seconds)
+            if isinstance(answer, int):
+                found.append(answer)
+                return []
+            return list(answer)
+
+        self._member.wait(begin, "the round that is under way")
+        return found[0]
+
+    def _contribute(self, messages: list[Message], number: int) -> None:
+        calls = [
+            self._member.ask(k, "contribute", message, number) for k, message in enumerate(messages)
+        ]
+        for call in calls:
+            call.result()
+
+    def _settle(self, number: int, contributed: bool) -> None:
+        self._member.ask_as_member("settle", number, contributed)
+
+    def _closed(self, number: int, seconds: float) -> list[int]:
+        self._member.check_here()
+        self._contributors, missing = self._member.ask_head("closed", number, seconds)
+        return list(missing)
+
+    def _reduce(self, messages: list[Message], number: int) -> None:
+        """Take a round's mean from every shard."""
+        sender, asked = messages[0].sender, self._contributors
+        calls = [self._member.ask(k, "reduce", number, asked, sender) for k in range(len(messages))]
+        for k, call in enumerate(calls):
+            answer = call.result()
+            if isinstance(answer, list):
+                answer = self._reduce_again(k, messages[k], number)
+            for block in self._member.blocks[k]:
+                c = self._member.parts[k].view(block.run, answer.data)
+                block.rule.adopt(block.local, block.local.x, c)
+
+    def _reduce_again(self, k: int, message: Message, number: int) -> Reply:
+        """Take the mean from a shard that was started again: what it had been sent is gone.
+
+        We send our message again, and so do those who wait as we do. The others have gone on with
+        the mean that it gave them, and are left out of this one.
+        """
+        asked = self._contributors
+        while True:
+            self._member.ask(k, "contribute", message, number).result()
+            time.sleep(2 * BEAT)
+            answer: Reply | list[int] = self._member.ask(
+                k, "reduce", number, asked, message.sender
+            ).result()
+            if not isinstance(answer, list):
+                return answer
+            asked = [rank for rank in asked if rank not in answer or rank == self._member.rank]

@@ -1,0 +1,31 @@
+"""Starts Ray nodes on this machine, in a process of its own, and does what it is told on stdin.
+
+    add NAME     start a node; prints "NAME READY"
+    kill NAME    kill a node, its raylet and all on it; prints "NAME GONE"
+
+The first line that it prints is the cluster's address. It ends, with all nodes, when stdin does.
+"""
+
+import json
+import sys
+
+from ray.cluster_utils import Cluster
+
+
+def main(node):
+    head = {**node, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    nodes = {}
+    print(cluster.address, flush=True)
+    for line in sys.stdin:
+        what, name = line.split()
+        if what == "add":
+            nodes[name] = cluster.add_node(**node, resources={name: 1})
+        else:
+            cluster.remove_node(nodes.pop(name), allow_graceful=False)
+        print(name, "READY" if what == "add" else "GONE", flush=True)
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
