@@ -94,6 +94,7 @@ class Service:
 
     def __init__(self, layout, rule, values, use_locking, restore, shards=SHARDS, storage=None):
         self.pool, self.loop = ThreadPoolExecutor(32), Loop()
+        self.opened = []
         plan = Plan.of(layout, rule, use_locking)
         parts, version, steps = first_parts(plan, values, shards, restore)
         make = [
@@ -122,8 +123,13 @@ class Service:
         return Head(ask_rows, self.storage)
 
     def open(self):
-        return ServedCenter(self.description, self.head, self.shards)
+        self.opened.append(ServedCenter(self.description, self.head, self.shards))
+        return self.opened[-1]
 
     def close(self):
+        for peer in (self.head, *self.shards):
+            peer.disturb = lambda method: None
+        for center in self.opened:
+            center.close()
         self.loop.close()
         self.pool.shutdown()

@@ -1,0 +1,224 @@
+"""Calls that are repeated, lost on the way there or on the way back: applied exactly once."""
+
+import random
+import threading
+
+import numpy as np
+import pytest
+
+from served import Service
+from springline import AGN, ElasticAverage, ModelAverage, Worker
+from springline.center import CenterError, Layout
+from springline.center.served.messages import Message, Sender
+from springline.center.served.peer import PeerLostError
+from springline.center.served.shard import KEPT
+from springline.rules import SGD, Adam
+
+WORKERS, EXCHANGES = 3, 20
+SIZE = 200_000  # several shards
+VALUES = {"w": np.zeros(SIZE, np.float32), "b": np.zeros(5, np.float32)}
+
+
+@pytest.fixture
+def serve():
+    services = []
+
+    def serve(rule, values=VALUES, **options):
+        options = {"use_locking": True, "restore": None} | options
+        services.append(Service(Layout.of(values), rule, values, **options))
+        return services[-1]
+
+    yield serve
+    for service in services:
+        service.close()
+
+
+def worker(service, rule, rank, values=VALUES):
+    return Worker(values, rule, service.open(), rank, synchronous=False, timeout=30)
+
+
+def trouble(seed, methods=("exchange", "contribute", "reduce", "settle", "closed")):
+    """A bad network: calls are lost there, lost back, or made twice."""
+    rng, lock = random.Random(seed), threading.Lock()
+    seen = {"lost": 0, "lose": 0, "twice": 0}
+
+    def disturb(method):
+        if method not in methods:
+            return None
+        with lock:
+            what = rng.choice(["lost", "lose", "twice", None, None])
+            if what:
+                seen[what] += 1
+        if what == "lost":
+            raise PeerLostError("the call was lost")
+        return what
+
+    disturb.seen = seen
+    return disturb
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr("springline.center.served.peer._PAUSE", 0.001)
+
+
+def test_sums_of_integers_stay_exact(serve, together):
+    """AGN with SGD at rate 1 adds whole numbers: one applied twice or not at all would show."""
+    rule = AGN(workers=WORKERS, period=1, optimizer=SGD(1.0))
+    service = serve(rule)
+    troubles = [trouble(k) for k in range(len(service.shards))]
+    for peer, disturb in zip(service.shards, troubles, strict=True):
+        peer.disturb = disturb
+    workers = [worker(service, rule, rank) for rank in range(WORKERS)]
+
+    def train(one):
+        for k in range(EXCHANGES):
+            one.observe(dict.fromkeys(VALUES, np.float32(-(one.rank + 1) * (k + 1))))
+            one.step()
+
+    together(*[lambda w=w: train(w) for w in workers])
+    total = sum((rank + 1) * (k + 1) for rank in range(WORKERS) for k in range(EXCHANGES))
+    for c in workers[0].center.values().values():
+        np.testing.assert_array_equal(c, total)
+    assert workers[0].center.version == WORKERS * EXCHANGES
+    for disturb in troubles:
+        assert min(disturb.seen.values()) > 3, "the network was too good to show anything"
+
+
+def test_an_elastic_exchange_conserves_whatever_is_repeated(serve, together):
+    """With α = ¼ and multiples of a power of two every sum is exact."""
+    rule = ElasticAverage(workers=WORKERS, period=1, moving_rate=0.25)
+    service = serve(rule)
+    for k, peer in enumerate(service.shards):
+        peer.disturb = trouble(k)
+    workers = [worker(service, rule, rank) for rank in range(WORKERS)]
+    for one in workers:
+        for x in one.parameters.values():
+            x += 2.0 ** (20 + one.rank)
+
+    def train(one):
+        for _ in range(5):
+            one.step()
+
+    together(*[lambda w=w: train(w) for w in workers])
+    for name in VALUES:
+        held = [one.parameters[name] for one in workers]
+        total = sum(x.astype(np.float64) for x in (*held, workers[0].center.values()[name]))
+        np.testing.assert_array_equal(total, sum(2.0 ** (20 + r) for r in range(WORKERS)))
+
+
+def test_rounds_do_not_care(serve, together):
+    rule = ModelAverage(workers=WORKERS, period=1)
+    service = serve(rule)
+    for k, peer in enumerate((service.head, *service.shards)):
+        peer.disturb = trouble(k)
+    workers = [worker(service, rule, rank) for rank in range(WORKERS)]
+
+    def train(one):
+        seen = []
+        for k in range(EXCHANGES):
+            for x in one.parameters.values():
+                x[:] = k + 3 * one.rank
+            one.step()
+            seen.append(float(one.parameters["w"][0]))
+        return seen
+
+    expected = [k + 3.0 for k in range(EXCHANGES)]
+    assert together(*[lambda w=w: train(w) for w in workers]) == [expected] * WORKERS
+    assert workers[0].center.version == EXCHANGES
+
+
+def message(rank, number, value, incarnation=1, size=5):
+    sender = Sender(rank, incarnation, number, number, number, 0.0)
+    data = np.full(size, value, np.float32).view(np.uint8)
+    return Message(sender, data, 1, np.ones(1, bool), np.ones(1))
+
+
+def test_no_copy_per_worker_is_kept(serve):
+    values = {"b": np.zeros(5, np.float32)}
+    rule = ElasticAverage(workers=50, period=1, moving_rate=0.01)
+    shard = serve(rule, values).shards[0].target
+    replies = {rank: shard.exchange(message(rank, 1, rank)) for rank in range(50)}
+    assert len(shard._kept) == KEPT
+    again = shard.exchange(message(49, 1, 49))
+    np.testing.assert_array_equal(again.data, replies[49].data)
+    before = shard.read().data.copy()
+    forgotten = shard.exchange(message(0, 1, 0))
+    assert forgotten.forgotten
+    np.testing.assert_array_equal(forgotten.data, before)
+    np.testing.assert_array_equal(shard.read().data, before)
+    for rank in range(50):
+        shard.received(rank, (1, 1))
+    assert not shard._kept
+
+
+def test_a_worker_goes_on_from_the_center_when_its_answer_is_lost_for_good(serve, caplog):
+    rule = ElasticAverage(period=1, moving_rate=0.5)
+    service = serve(rule)
+    one = worker(service, rule, 0)
+    target = service.shards[0].target
+    lost = iter(["lose"])
+
+    def disturb(method):
+        if method == "exchange":
+            how = next(lost, None)
+            if how is None:
+                target._kept.clear()
+            return how
+        return None
+
+    service.shards[0].disturb = disturb
+    one.parameters["w"][:] = 8
+    one.exchange()
+    c = one.center.values()["w"]
+    np.testing.assert_array_equal(c, 4)
+    assert "going on from the center" in caplog.text
+    np.testing.assert_array_equal(one.parameters["w"], 4)
+
+
+def test_a_worker_that_was_replaced_is_refused(serve):
+    values = {"b": np.zeros(5, np.float32)}
+    rule = AGN(workers=2, period=1, optimizer=SGD(1.0))
+    shard = serve(rule, values).shards[0].target
+    shard.exchange(message(0, 7, 1, incarnation=1))
+    shard.exchange(message(0, 1, 1, incarnation=2))
+    with pytest.raises(CenterError, match="Rank 0 has been taken over"):
+        shard.exchange(message(0, 8, 1, incarnation=1))
+    np.testing.assert_array_equal(shard.read().data.view(np.float32), -2)
+
+
+def test_a_shard_that_is_started_again_goes_on_from_its_checkpoint(serve, tmp_path):
+    """What was applied after it is lost; what workers repeat is applied again, once."""
+    rule = AGN(workers=2, period=1, optimizer=Adam(0.1))
+    values = {"b": np.zeros(5, np.float32)}
+    service = serve(rule, values, storage=str(tmp_path / "store"))
+    shard = service.shards[0].target
+    shard.exchange(message(0, 1, 1.0))
+    shard.save()
+    saved = [array.copy() for array in shard.read_all()]
+    after = shard.exchange(message(0, 2, 2.0))
+    shard.exchange(message(1, 1, 3.0))
+
+    again = service.make[0]()
+    for ours, theirs in zip(again.read_all(), saved, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    np.testing.assert_array_equal(again.exchange(message(0, 1, 1.0)).data, saved[0])  # a repeat
+    np.testing.assert_array_equal(again.exchange(message(0, 2, 2.0)).data, after.data)
+
+
+def test_a_head_that_is_started_again_knows_how_far_everybody_had_come(serve, tmp_path):
+    rule = AGN(workers=2, period=2, optimizer=SGD(1.0))
+    service = serve(rule, storage=str(tmp_path / "store"))
+    workers = [worker(service, rule, rank) for rank in range(2)]
+    for one in workers:
+        for _ in range(4):
+            one.observe(dict.fromkeys(VALUES, np.float32(1)))
+            one.step()
+    workers[1].member.leave()
+    service.head.target = service.new_head()
+    center = service.open()
+    assert center.version == 4
+    assert [rank.steps for rank in center.progress()] == [4, 4]
+    assert worker(service, rule, 1).start_step == 4
+    assert workers[0].step() is False
+    assert center.version == 4
