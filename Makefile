@@ -15,7 +15,7 @@ setup: $(READY)  ## a .venv with everything that demo and tests need
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,tensorflow,plots,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,tensorflow,ray,plots,dev]'
 	@touch $@
 
 demo: demo-digits demo-gpt  ## both of the following

@@ -80,7 +80,10 @@ class _Pending:
         except RayTaskError as error:
             raise (error.cause if isinstance(error.cause, Exception) else error) from None
         except (RayActorError, ObjectLostError) as error:
-            raise PeerLostError(str(error).splitlines()[0]) from error
+            first, *_, last = (*str(error).splitlines(), "")
+            if "creation task" in first:
+                raise CenterError(f"A part of the center could not start: {last}") from error
+            raise PeerLostError(first) from error
 
 
 def _whole(answer: Any, timeout: float) -> Any:

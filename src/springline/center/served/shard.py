@@ -75,13 +75,19 @@ class Shard:
         self._since = 0  # exchanges since the last checkpoint
         self._due = threading.Event()
         self._saving = threading.Lock()
-        self._storage = Storage(storage) if storage else None
-        if self._storage:
-            self._restore(self._storage)
-            threading.Thread(target=self._keep, name="checkpoints", daemon=True).start()
+        self._storage: Storage | None = None
+        self._problem = CenterError(
+            f"{self.name.capitalize()} of the center was started again and has no checkpoint to go "
+            "on from. Start a new run, with a storage (`--storage`)."
+        )
+        self._stored = storage is not None
+        if storage:
+            self._open(storage)
 
     def initialise(self, center: Bytes, state: Bytes, steps: Sequence[int] = ()) -> None:
         """Give a new center its first values; they are in the storage when this returns."""
+        if self._stored and self._storage is None:
+            raise self._problem
         with self._turn:
             np.copyto(self._center, center)
             np.copyto(self._state, state)
@@ -222,10 +228,7 @@ class Shard:
 
     def _check_ready(self) -> None:
         if not self._ready:
-            raise CenterError(
-                f"{self.name.capitalize()} of the center was started again and has no checkpoint "
-                "to go on from. Give the center a storage (`--storage`), and start a new run."
-            )
+            raise self._problem
 
     def _note(self, sender: Sender) -> None:
         self._rows[sender.rank] = Row(
@@ -254,6 +257,16 @@ class Shard:
                 yield
         else:
             yield
+
+    def _open(self, place: str) -> None:
+        """Open the storage; what is wrong with it is said to whoever asks for something."""
+        try:
+            self._storage = Storage(place)
+            self._restore(self._storage)
+        except CenterError as error:
+            self._storage, self._problem = None, error
+        else:
+            threading.Thread(target=self._keep, name="checkpoints", daemon=True).start()
 
     def _restore(self, storage: Storage) -> None:
         saved = storage.read(self.name)

@@ -1,0 +1,133 @@
+"""What the Ray benchmark says: the target, a table, a page, and the plot."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib as mpl
+from exchange_plot import GREY
+from exchange_report import Check, Quartiles
+from matplotlib.figure import Figure
+from pages import facts, markdown
+from ray_exchange_worker import Case, Times
+
+TARGET = 1.5
+TARGET_SIZE = 25_000_000
+COLUMNS = (
+    "workers",
+    "shards",
+    "memcpy, ms",
+    "least on Ray, ms",
+    "exchange, ms",
+    "÷ least",
+    "quartiles",
+)
+COLOURS = {1: "#1f6fb2", 2: "#c8553d", 4: "#5b8c5a"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A center with so many workers and shards."""
+
+    case: Case
+    memcpy: Quartiles  # ms
+    least: Quartiles  # ms
+    exchange: Quartiles  # ms
+    ratio: Quartiles  # exchange ÷ least, of the same worker and round
+
+    @classmethod
+    def of(cls, case: Case, times: Sequence[Times]) -> Row:
+        """Compare round by round, of every worker."""
+        least = [second for t in times for second in t.least]
+        exchange = [second for t in times for second in t.exchange]
+        return cls(
+            case,
+            _ms(second for t in times for second in t.memcpy),
+            _ms(least),
+            _ms(exchange),
+            Quartiles.of(e / b for e, b in zip(exchange, least, strict=True)),
+        )
+
+    @property
+    def check(self) -> Check:
+        """Compare with the target."""
+        met = self.ratio.median <= TARGET if self.case.parameters >= TARGET_SIZE else None
+        what = f"{self.case.workers} workers, {self.case.shards} shards"
+        measured = f"{self.ratio.median:.2f} ({self._spread})"
+        return Check(what, f"at most {TARGET:g} times the least", measured, met)
+
+    @property
+    def _spread(self) -> str:
+        return f"{self.ratio.low:.2f} to {self.ratio.high:.2f}"
+
+    def cells(self) -> list[str]:
+        """Return what stands under `COLUMNS`."""
+        times = (self.memcpy, self.least, self.exchange)
+        head = [str(self.case.workers), str(self.case.shards), *map(str, times)]
+        return [*head, f"{self.ratio.median:.2f}", self._spread]
+
+
+def page(rows: Sequence[Row], command: str, load: float) -> str:
+    """Return the page."""
+    case = rows[0].case
+    size = f"{case.parameters / 1e6:g} M float32 parameters ({4 * case.parameters / 1e6:g} MB)"
+    return "\n".join(
+        [
+            "# An exchange on Ray, against the least that Ray needs for the same bytes",
+            "",
+            f"Made by `{command}`. {facts('ray')} {size}, elastic averaging, one Ray node on this "
+            f"machine. The load before it began was {load:.1f} (of {os.cpu_count()} cores).",
+            "",
+            "![An exchange against the least on Ray](ray-exchange.png)",
+            "",
+            _READING,
+            "",
+            *markdown(COLUMNS, (row.cells() for row in rows)),
+            "",
+        ]
+    )
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Draw milliseconds against shards, one line per number of workers."""
+    with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(7.2, 3.4), dpi=150, layout="constrained")
+        left, right = figure.subplots(1, 2)
+        for workers in sorted({row.case.workers for row in rows}):
+            shown = [row for row in rows if row.case.workers == workers]
+            shards, colour = [row.case.shards for row in shown], COLOURS[workers]
+            label = f"{workers} worker{'s' * (workers > 1)}"
+            middle = [row.exchange.median for row in shown]
+            left.plot(shards, middle, "o-", color=colour, label=label)
+            least = [row.least.median for row in shown]
+            left.plot(shards, least, "--", color=colour, alpha=0.6)
+            right.plot(shards, [row.ratio.median for row in shown], "o-", color=colour)
+            low, high = [row.ratio.low for row in shown], [row.ratio.high for row in shown]
+            right.fill_between(shards, low, high, color=colour, alpha=0.12, linewidth=0)
+        right.axhline(TARGET, color=GREY, linewidth=0.9, linestyle="--")
+        for panel in (left, right):
+            panel.set_xscale("log", base=2)
+            panel.set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"])
+            panel.set_xlabel("shards")
+            panel.set_ylim(bottom=0)
+            panel.grid(axis="y", color="#e4e4e4", linewidth=0.8)
+        left.set_title("ms per exchange (dashed: the least)", fontsize=9.5)
+        right.set_title("exchange ÷ least (dashed: the target)", fontsize=9.5)
+        left.legend(frameon=False)
+        figure.savefig(path)
+
+
+def _ms(seconds: Iterable[float]) -> Quartiles:
+    return Quartiles.of(1e3 * second for second in seconds)
+
+
+_READING = """\
+The *least* is one `ray.put` of the buffer, an actor that gets it and returns a buffer of the same
+size, and one `ray.get` of that: what any center on Ray has to pay. An exchange adds what is its
+own: the shard makes `c ← c + α(x − c)`, the worker makes `x ← x − α(x − c)`, each in blocks that
+stay in cache. With several shards the worker's part of one runs beside the shards'
+part of the next, where there are cores to run them. All workers exchange at the same moment here,
+which is the worst case: workers that train come when they come."""
