@@ -7,14 +7,9 @@ knows a repeat (`served/shard.py`).
 
 from __future__ import annotations
 
-import asyncio
-import ctypes
-import socket
-import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,118 +17,29 @@ from springline.center.center import check_settings
 from springline.center.errors import CenterError
 from springline.center.layout import Layout
 from springline.center.plan import Plan
+from springline.center.ray_actors import (
+    NAMESPACE,
+    RayHead,
+    RayShard,
+    connect,
+    find,
+    head_name,
+    head_peer,
+    ray,
+    shard_name,
+    shard_peers,
+)
 from springline.center.served.center import ServedCenter, first_parts
-from springline.center.served.head import GRACE, Head, latest
-from springline.center.served.messages import Reply, Row, cut
+from springline.center.served.head import GRACE
+from springline.center.served.messages import cut
 from springline.center.served.peer import Call, PeerLostError
-from springline.center.served.shard import Shard
 from springline.rules.rule import Rule
 
-try:
-    import ray
-    from ray.exceptions import (
-        GetTimeoutError,
-        ObjectLostError,
-        RayActorError,
-        RayTaskError,
-    )
-except ImportError as missing:
-    raise ImportError(
-        "A center on many machines needs Ray. Install it on every machine: "
-        "`pip install springline[ray]`."
-    ) from missing
-
-NAMESPACE = "springline"
+__all__ = ["NAMESPACE", "RayCenter", "connect"]
 LINGER = 600.0  # seconds without a member after which a center saves itself and retires
 _RETIRING = 300.0  # seconds that saving all shards may take
 _PROCESS = 150e6  # bytes of memory that an actor's process takes, beside what it holds
 _SHARD = 256e6  # bytes of the center that a shard holds at most, by default
-_INLINE = 100_000  # bytes that Ray sends along with an answer
-_MALLOC = ((-1, 2**31 - 1), (-3, 2**30))  # glibc: keep freed memory; reuse it for large arrays
-
-
-class RayPeer:
-    """An actor, by its name."""
-
-    def __init__(self, name: str, handle: Any) -> None:
-        self.name = name
-        self._handle = handle
-
-    def ask(self, method: str, *arguments: Any) -> _Pending:
-        """Begin a call."""
-        return _Pending(getattr(self._handle, method).remote(*arguments))
-
-    def tell(self, method: str, *arguments: Any) -> None:
-        """Make a call whose answer nobody waits for."""
-        getattr(self._handle, method).options(num_returns=0).remote(*arguments)
-
-
-class _Pending:
-    def __init__(self, ref: Any) -> None:
-        self._ref = ref
-
-    def result(self, timeout: float) -> Any:
-        try:
-            return _whole(ray.get(self._ref, timeout=timeout), timeout)
-        except GetTimeoutError as error:
-            raise TimeoutError from error
-        except RayTaskError as error:
-            raise (error.cause if isinstance(error.cause, Exception) else error) from None
-        except (RayActorError, ObjectLostError) as error:
-            first, *_, last = (*str(error).splitlines(), "")
-            if "creation task" in first:
-                raise CenterError(f"A part of the center could not start: {last}") from error
-            raise PeerLostError(first) from error
-
-
-def _whole(answer: Any, timeout: float) -> Any:
-    """Return an answer with its data, for which a reference may stand."""
-    if isinstance(answer, Reply) and isinstance(answer.data, ray.ObjectRef):
-        return replace(answer, data=ray.get(answer.data, timeout=timeout))
-    return answer
-
-
-class _RayShard(Shard):
-    def __init__(self, *arguments: Any) -> None:
-        if sys.platform == "linux":
-            for parameter, value in _MALLOC:
-                ctypes.CDLL(None).mallopt(parameter, value)
-        super().__init__(*arguments)
-
-    def snapshot(self) -> Any:
-        """Copy the center into Ray's own memory, once, instead of returning a copy to be copied."""
-        return ray.put(self._center) if len(self._center) > _INLINE else super().snapshot()
-
-
-class _RayHead(Head):
-    def __init__(self, name: str, storage: str | None, grace: float, linger: float) -> None:
-        super().__init__(self._ask_shards, storage, grace)
-        self._name = name
-        self._linger = linger
-        self._watch = asyncio.ensure_future(self._retire_when_idle())
-
-    async def _ask_shards(self, count: int) -> tuple[dict[int, Row], int]:
-        handles = [_handle(_shard_name(self._name, k)) for k in range(count)]
-        return latest(await asyncio.gather(*[handle.rows.remote() for handle in handles]))
-
-    async def _retire_when_idle(self) -> None:
-        seen = time.monotonic()
-        while time.monotonic() - seen < self._linger:
-            await asyncio.sleep(min(1.0, self._linger / 4))
-            if self._alive():
-                seen = time.monotonic()
-        await self.retire()
-
-    async def retire(self) -> None:
-        """Save every shard and end them all, and then this head."""
-        for k in range((self._description or {}).get("shards", 0)):
-            try:
-                handle = _handle(_shard_name(self._name, k))
-                await handle.save.remote()
-                ray.kill(handle)
-            except (ValueError, RayActorError):
-                continue  # it is gone
-        ray.kill(_handle(_head_name(self._name)))
 
 
 class RayCenter(ServedCenter):
@@ -143,8 +49,7 @@ class RayCenter(ServedCenter):
 
     def __init__(self, name: str, description: Mapping[str, Any], handles: Sequence[Any]) -> None:
         head, *shards = handles
-        peers = [RayPeer(f"shard {k} of the center", shard) for k, shard in enumerate(shards)]
-        super().__init__(description, RayPeer("the center's head", head), peers)
+        super().__init__(description, head_peer(name, head), shard_peers(name, shards))
         self.name = name
 
     @classmethod
@@ -186,8 +91,8 @@ class RayCenter(ServedCenter):
         """
         connect(address)
         plan = Plan.of(layout, rule, use_locking)
-        head = _actor(_RayHead, _head_name(name), 1000, name, storage, grace, linger)
-        peer, who = RayPeer("the center's head", head), uuid.uuid4().hex
+        head = _actor(RayHead, head_name(name), 1000, name, storage, grace, linger)
+        peer, who = head_peer(name, head), uuid.uuid4().hex
         description = Call(peer, "claim", who).result()
         if description is None:
             try:
@@ -209,10 +114,10 @@ class RayCenter(ServedCenter):
         connect(address)
         nobody = CenterError(f"There is no center {name!r} on the cluster.")
         try:
-            head = _handle(_head_name(name))
-            look = Call(RayPeer("the center's head", head), "look").result()
+            head = find(head_name(name))
+            look = Call(head_peer(name, head), "look").result()
             count = look.description["shards"] if look else 0
-            handles = [_handle(_shard_name(name, k)) for k in range(count)]
+            handles = [find(shard_name(name, k)) for k in range(count)]
         except ValueError as error:
             raise nobody from error
         if look is None:
@@ -229,48 +134,10 @@ class RayCenter(ServedCenter):
                 pending.result(1.0)
             except TimeoutError:
                 continue
-            except PeerLostError:
-                pass  # the head has ended before it could answer
+            except (PeerLostError, CenterError):
+                return  # the head has ended before it could answer
             return
         raise CenterError(f"The center {self.name!r} could not be saved and ended in time.")
-
-
-def connect(address: str | None = None) -> None:
-    """Connect this process to a Ray cluster, unless it is.
-
-    Args:
-        address: `auto`, `HOST:PORT` or `ray://HOST:PORT`; None for the one this process is in.
-    """
-    if ray.is_initialized():
-        return
-    address = address or "auto"
-    where = "this machine" if address == "auto" else address
-    problem = CenterError(
-        f"There is no Ray cluster at {where}. Start one with `ray start --head` on one machine and "
-        "`ray start --address HOST:6379` on the others, or give the address of one that runs."
-    )
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if address != "auto":
-        try:
-            socket.create_connection((host, int(port)), timeout=5).close()
-        except (OSError, ValueError) as error:
-            raise problem from error
-    try:
-        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise problem from error
-
-
-def _head_name(name: str) -> str:
-    return f"{name}/head"
-
-
-def _shard_name(name: str, number: int) -> str:
-    return f"{name}/shard-{number}"
-
-
-def _handle(name: str) -> Any:
-    return ray.get_actor(name, namespace=NAMESPACE)
 
 
 def _actor(kind: type, name: str, concurrency: int, *arguments: Any) -> Any:
@@ -312,8 +179,8 @@ def _make(
     }
     handles = _shards(name, plan, rule, description)
     try:
-        peers = [RayPeer(f"shard {k} of the center", h) for k, h in enumerate(handles)]
-        calls = [Call(p, "initialise", *part, steps) for p, part in zip(peers, parts, strict=True)]
+        peers = zip(shard_peers(name, handles), parts, strict=True)
+        calls = [Call(peer, "initialise", *part, steps) for peer, part in peers]
         for call in calls:
             call.result()
     except BaseException:
@@ -331,7 +198,7 @@ def _shards(name: str, plan: Plan, rule: Rule, description: Mapping[str, Any]) -
     ]
     concurrency = plan.workers + 8
     return [
-        _actor(_RayShard, _shard_name(name, k), concurrency, *given)
+        _actor(RayShard, shard_name(name, k), concurrency, *given)
         for k, given in enumerate(arguments)
     ]
 

@@ -58,10 +58,12 @@ class Head:
     def __init__(self, ask_rows: AskRows, storage: str | None = None, grace: float = GRACE) -> None:
         self._ask_rows = ask_rows
         self._grace = grace
-        self._storage = Storage(storage) if storage else None
-        saved = self._storage.read(_NAME) if self._storage else None
-        self._description: dict[str, Any] | None = saved[0] if saved else None
-        self._known = saved is None  # whether the rows are those of the shards
+        self._storage: Storage | None = None
+        self._description: dict[str, Any] | None = None
+        self._problem: CenterError | None = None  # with the storage, said to whoever comes
+        if storage:
+            self._open(storage)
+        self._known = self._description is None  # whether the rows are those of the shards
         self._creator: tuple[str, float] | None = None
         self._rows: dict[int, Row] = {}
         self._seats: dict[int, Seat] = {}
@@ -77,13 +79,14 @@ class Head:
 
         Should that one fail to within the grace, after its last word, another may.
         """
+        if self._problem:
+            raise self._problem
         while self._description is None:
             now = time.monotonic()
             if self._creator is None or who == self._creator[0] or now > self._creator[1]:
                 self._creator = who, now + max(self._grace, 30.0)
                 return None
             await asyncio.sleep(_TICK)
-        await self._know()
         return self._description
 
     async def publish(self, who: str, description: dict[str, Any]) -> bool:
@@ -225,6 +228,14 @@ class Head:
     async def waiting(self) -> list[int]:
         """Return who has contributed to the round that is open."""
         return self._contributing(self._closed + 1)
+
+    def _open(self, place: str) -> None:
+        try:
+            self._storage = Storage(place)
+            saved = self._storage.read(_NAME)
+            self._description = saved[0] if saved else None
+        except CenterError as error:
+            self._problem = error
 
     def _close(self, number: int) -> bool:
         if self._closed < number and not self._pending(number):

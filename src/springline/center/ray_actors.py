@@ -1,0 +1,210 @@
+"""The actors of a center on a Ray cluster, and how they are called."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from springline.center.errors import CenterError
+from springline.center.served.head import Head, latest
+from springline.center.served.messages import Reply, Row
+from springline.center.served.peer import PeerLostError
+from springline.center.served.shard import Shard
+
+try:
+    import ray as ray  # for whoever needs it: here it is said how to install it
+    from ray.exceptions import (
+        GetTimeoutError,
+        ObjectLostError,
+        RayActorError,
+        RayTaskError,
+    )
+except ImportError as missing:
+    raise ImportError(
+        "A center on many machines needs Ray. Install it on every machine: "
+        "`pip install springline[ray]`."
+    ) from missing
+
+NAMESPACE = "springline"
+_INLINE = 100_000  # bytes that Ray sends along with an answer
+_MALLOC = ((-1, 2**31 - 1), (-3, 2**30))  # glibc: keep freed memory; reuse it for large arrays
+
+
+class RayPeer:
+    """An actor.
+
+    Args:
+        name: what it is called in messages.
+        actor: its name on the cluster.
+        handle: the actor.
+    """
+
+    def __init__(self, name: str, actor: str, handle: Any) -> None:
+        self.name = name
+        self.actor = actor
+        self._handle = handle
+
+    def ask(self, method: str, *arguments: Any) -> _Pending:
+        """Begin a call."""
+        return _Pending(self, getattr(self._handle, method).remote(*arguments))
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        """Make a call whose answer nobody waits for."""
+        getattr(self._handle, method).options(num_returns=0).remote(*arguments)
+
+    def lost(self, error: Exception) -> Exception:
+        """Return what a call to an actor that is gone raises: whether it comes back, or not."""
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        if "creation task" in lines[0]:
+            return CenterError(f"{self.name.capitalize()} could not start: {lines[-1]}")
+        try:
+            find(self.actor)
+        except ValueError:
+            return CenterError(
+                f"{self.name.capitalize()} is gone for good: the center was ended. Start the run "
+                "again; it goes on from its storage, if it has one."
+            )
+        return PeerLostError(lines[0])
+
+
+class _Pending:
+    def __init__(self, peer: RayPeer, ref: Any) -> None:
+        self._peer = peer
+        self._ref = ref
+
+    def result(self, timeout: float) -> Any:
+        try:
+            return _whole(ray.get(self._ref, timeout=timeout), timeout)
+        except GetTimeoutError as error:
+            raise TimeoutError from error
+        except RayTaskError as error:
+            raise (error.cause if isinstance(error.cause, Exception) else error) from None
+        except (RayActorError, ObjectLostError) as error:
+            raise self._peer.lost(error) from error
+
+
+def _whole(answer: Any, timeout: float) -> Any:
+    """Return an answer with its data, for which a reference may stand."""
+    if isinstance(answer, Reply) and isinstance(answer.data, ray.ObjectRef):
+        return replace(answer, data=ray.get(answer.data, timeout=timeout))
+    return answer
+
+
+class RayShard(Shard):
+    """A shard in an actor."""
+
+    def __init__(self, *arguments: Any) -> None:
+        if sys.platform == "linux":
+            for parameter, value in _MALLOC:
+                ctypes.CDLL(None).mallopt(parameter, value)
+        super().__init__(*arguments)
+
+    def snapshot(self) -> Any:
+        """Copy the center into Ray's own memory, once, instead of returning a copy to be copied."""
+        return ray.put(self._center) if len(self._center) > _INLINE else super().snapshot()
+
+
+class RayHead(Head):
+    """A head in an actor.
+
+    Args:
+        name: the center's.
+        storage: where it writes down what the center is, if anywhere.
+        grace: seconds without a sign of life after which a member counts as dead.
+        linger: seconds without a member after which the center saves itself and retires.
+    """
+
+    def __init__(self, name: str, storage: str | None, grace: float, linger: float) -> None:
+        super().__init__(self._ask_shards, storage, grace)
+        self._name = name
+        self._linger = linger
+        self._watch = asyncio.ensure_future(self._retire_when_idle())
+
+    async def _ask_shards(self, count: int) -> tuple[dict[int, Row], int]:
+        try:
+            handles = [find(shard_name(self._name, k)) for k in range(count)]
+        except ValueError as error:
+            raise CenterError(
+                f"The shards of the center {self._name!r} are not there; the next worker to join "
+                "starts them from its storage."
+            ) from error
+        return latest(await asyncio.gather(*[handle.rows.remote() for handle in handles]))
+
+    async def _retire_when_idle(self) -> None:
+        seen = time.monotonic()
+        while time.monotonic() - seen < self._linger:
+            await asyncio.sleep(min(1.0, self._linger / 4))
+            if self._alive():
+                seen = time.monotonic()
+        await self.retire()
+
+    async def retire(self) -> None:
+        """Save every shard and end them all, and then this head."""
+        for k in range((self._description or {}).get("shards", 0)):
+            try:
+                handle = find(shard_name(self._name, k))
+                await handle.save.remote()
+                ray.kill(handle)
+            except (ValueError, RayActorError):
+                continue  # it is gone
+        ray.kill(find(head_name(self._name)))
+
+
+def connect(address: str | None = None) -> None:
+    """Connect this process to a Ray cluster, unless it is.
+
+    Args:
+        address: `auto`, `HOST:PORT` or `ray://HOST:PORT`; None for the one this process is in.
+    """
+    if ray.is_initialized():
+        return
+    address = address or "auto"
+    where = "this machine" if address == "auto" else address
+    problem = CenterError(
+        f"There is no Ray cluster at {where}. Start one with `ray start --head` on one machine and "
+        "`ray start --address HOST:6379` on the others, or give the address of one that runs."
+    )
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if address != "auto":
+        try:
+            socket.create_connection((host, int(port)), timeout=5).close()
+        except (OSError, ValueError) as error:
+            raise problem from error
+    try:
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise problem from error
+
+
+def head_name(name: str) -> str:
+    """Return what the head of a center is called on the cluster."""
+    return f"{name}/head"
+
+
+def shard_name(name: str, number: int) -> str:
+    """Return what a shard of a center is called on the cluster."""
+    return f"{name}/shard-{number}"
+
+
+def head_peer(name: str, handle: Any) -> RayPeer:
+    """Return a center's head, to be called."""
+    return RayPeer("the center's head", head_name(name), handle)
+
+
+def shard_peers(name: str, handles: Sequence[Any]) -> list[RayPeer]:
+    """Return a center's shards, to be called."""
+    return [
+        RayPeer(f"shard {k} of the center", shard_name(name, k), handle)
+        for k, handle in enumerate(handles)
+    ]
+
+
+def find(name: str) -> Any:
+    """Return an actor by its name on the cluster; ValueError if there is none."""
+    return ray.get_actor(name, namespace=NAMESPACE)

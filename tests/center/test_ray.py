@@ -1,0 +1,207 @@
+"""The center on a real Ray cluster: what the contract, which runs there at length, leaves out."""
+
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import ray
+import torch
+
+from ray_cluster import actors_of, end_center
+from recorded import gradient, rows, rule_of, schedule_of, start
+from springline import ElasticAverage, Worker
+from springline.center import CenterError, CheckpointError, Layout
+from springline.center.ray import RayCenter
+from springline.rules import Rule
+from springline.rules.reference import Optimizer
+from springline.torch import AGNOptimizer, ElasticAverageOptimizer
+
+VALUES = {"w": np.arange(600_000, dtype=np.float32), "b": np.ones(3, np.float32)}
+RULE = ElasticAverage(workers=2, period=1, moving_rate=0.25)
+
+
+@pytest.fixture
+def name(cluster):
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    yield name
+    end_center(name)
+
+
+def make(name, rule=RULE, values=VALUES, **options):
+    options = {"shards": 2} | options
+    return RayCenter.create_or_join(name, Layout.of(values), rule, values, **options)
+
+
+@pytest.mark.parametrize("run", ["elastic-momentum-rho", "agn-momentum"])
+def test_it_follows_what_was_recorded(name, run):
+    rule, inner = rule_of(run)
+    workers = [
+        Worker(start(), rule, make(name, rule, start()), rank) for rank in range(rule.workers)
+    ]
+    inners = [Optimizer(inner) for _ in workers]
+    _, *others = rows(run)
+    for ranks, row in zip(schedule_of(run), others, strict=True):
+        for rank in [ranks] if isinstance(ranks, int) else ranks:
+            worker = workers[rank]
+            gradients = gradient(rank, worker.local_step, worker.parameters)
+            worker.observe(gradients)
+            inners[rank].step(worker.parameters, gradients)
+            worker.step()
+        for entry in row:
+            center = workers[0].center.values()
+            for key, x in workers[entry["worker"]].parameters.items():
+                np.testing.assert_allclose(x, entry["local"][key], rtol=0, atol=2e-5)
+                np.testing.assert_allclose(center[key], entry["center"][key], rtol=0, atol=2e-5)
+    for worker in workers:
+        worker.member.leave()
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(4, 300), torch.nn.BatchNorm1d(300), torch.nn.ReLU())
+
+
+def train(model, optimizer, steps=6):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4, generator=generator)).square().mean().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", [AGNOptimizer, ElasticAverageOptimizer])
+def test_a_torch_script_gives_the_same_as_on_its_own_center(name, kind):
+    """AGN's outer optimizer is torch's own AdamW, in the actors."""
+
+    def wrapped(model, center=None):
+        inner = torch.optim.AdamW(model.named_parameters(), lr=0.01)
+        return kind(inner, model=model, communication_period=2, center=center)
+
+    alone = net()
+    expected = train(alone, wrapped(alone))
+    model = net()
+    first = wrapped(net())
+    layout, rule = first.worker.layout, first.worker.rule
+    values = first.worker.center.values()
+    center = RayCenter.create_or_join(name, layout, rule, values, shards=3)
+    optimizer = wrapped(model, center)
+    found = train(model, optimizer)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    optimizer.finish()
+
+
+def test_an_exchange_in_the_background(name):
+    model = net()
+    inner = torch.optim.SGD(model.named_parameters(), lr=0.01)
+    rule = ElasticAverage(period=1)
+    values = {n: p.detach().numpy() for n, p in model.named_parameters()}
+    buffers = {n: b.numpy() for n, b in model.named_buffers() if b.is_floating_point()}
+    layout = Layout.of(values, buffers)
+    center = RayCenter.create_or_join(name, layout, rule, values | buffers)
+    optimizer = ElasticAverageOptimizer(
+        inner, model=model, communication_period=1, overlap=True, center=center
+    )
+    train(model, optimizer)
+    optimizer.wait()
+    assert center.version >= 1
+    optimizer.finish()
+    assert center.members() == []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting(Rule):
+    """`c ← c + x`; between reading `c` and writing it, the shard's threads try to meet."""
+
+    directory: str
+    seconds: float
+
+    name: ClassVar[str] = "meeting"
+
+    def contribute(self, local, c, gradients):
+        return local.x
+
+    def merge(self, center, messages, rate):
+        read = center.c.copy()
+        here = Path(self.directory)
+        (here / uuid.uuid4().hex).touch()
+        deadline = time.monotonic() + self.seconds
+        while len(list(here.iterdir())) < 2 and time.monotonic() < deadline:
+            time.sleep(0.005)
+        np.add(read, messages[0], out=center.c)
+
+    def adopt(self, local, message, c):
+        """Keep `x`."""
+
+
+@pytest.mark.parametrize("use_locking", [True, False])
+def test_updates_are_lost_only_without_locks(name, use_locking, tmp_path, together):
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    start = {"v": np.zeros(4, np.float32)}
+    seconds = 0.5 if use_locking else 60.0
+    rule = Meeting(workers=2, directory=str(tmp_path), seconds=seconds)
+    centers = [make(name, rule, start, use_locking=use_locking) for _ in range(2)]
+    workers = [Worker(start, rule, center, rank) for rank, center in enumerate(centers)]
+    for worker in workers:
+        worker.parameters["v"][:] = 1
+    together(*[worker.exchange for worker in workers])
+    np.testing.assert_array_equal(centers[0].values()["v"], 2 if use_locking else 1)
+    for center in centers:
+        center.close()
+
+
+def test_a_center_that_nobody_uses_saves_itself_and_goes_on_later(name, tmp_path):
+    storage = str(tmp_path / "store")
+    center = make(name, storage=storage, linger=5.0)
+    worker = Worker(VALUES, RULE, center, 0)
+    worker.parameters["b"] += 4
+    worker.exchange()
+    worker.member.leave()
+    deadline = time.monotonic() + 60
+    while actors_of(name):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    again = make(name, storage=storage)
+    np.testing.assert_array_equal(again.values()["b"], 2)
+    assert again.version == 1
+    assert Worker(VALUES, RULE, again, 0).start_step == 0
+    again.retire()
+    with pytest.raises(CenterError, match="There is no center"):
+        RayCenter.open(name)
+
+
+def test_a_storage_that_cannot_be_written_is_said_and_nothing_stays(name, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"Cannot use .*/file/here for the center's check"):
+        make(name, storage=str(tmp_path / "file" / "here"))
+
+
+def test_more_shards_than_memory_are_refused(name):
+    large = {"w": np.zeros(40_000_000, np.float32)}
+    with pytest.raises(CenterError, match=r"100000 shards needs about .* GB of memory; the clus"):
+        make(name, values=large, shards=100_000)
+
+
+def test_no_cluster_is_said_within_seconds():
+    script = "from springline.center.ray import connect; connect('127.0.0.1:1')"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (
+        "There is no Ray cluster at 127.0.0.1:1. Start one with `ray start --head`" in done.stderr
+    )
+
+
+def test_without_ray_the_extra_is_named():
+    script = "import sys; sys.modules['ray'] = None; import springline.center.ray"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert "pip install springline[ray]" in done.stderr
