@@ -1,0 +1,89 @@
+"""Where shards keep checkpoints: the last good one always survives."""
+
+import stat
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from springline.center import CheckpointError
+from springline.center.served.storage import Storage
+
+TENSORS = {"center": np.arange(1000, dtype=np.uint8), "state": np.zeros(0, np.uint8)}
+
+
+@pytest.fixture(params=["directory", "url"])
+def place(request, tmp_path):
+    folder = tmp_path / "store"
+    return str(folder) if request.param == "directory" else f"file://{folder}"
+
+
+def slots(tmp_path):
+    return sorted((tmp_path / "store").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+
+
+def test_the_newest_is_read_back(place):
+    storage = Storage(place)
+    assert storage.read("shard-0") is None
+    for number in range(5):
+        tensors = TENSORS | {"center": TENSORS["center"] + np.uint8(number)}
+        storage.write("shard-0", {"round": number}, tensors)
+        header, found = Storage(place).read("shard-0")
+        assert header == {"round": number}
+        assert found.keys() == TENSORS.keys()
+        np.testing.assert_array_equal(found["center"], tensors["center"])
+
+
+def test_another_process_writes_over_the_older_one(place, tmp_path):
+    for number in range(4):
+        Storage(place).write("head", {"number": number})
+        assert len(slots(tmp_path)) == min(number + 1, 2)
+    assert Storage(place).read("head") == ({"number": 3}, {})
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "empty"])
+def test_one_that_was_cut_short_is_passed_over(place, damage, tmp_path):
+    storage = Storage(place)
+    for number in range(2):
+        storage.write("shard-1", {"round": number}, TENSORS)
+    newest = slots(tmp_path)[-1]
+    data = bytearray(newest.read_bytes())
+    if damage == "flip":
+        data[data.rindex(bytes(TENSORS["center"][:8]))] ^= 1
+    newest.write_bytes({"cut": data[:-5], "flip": data, "empty": b""}[damage])
+    header, _ = Storage(place).read("shard-1")
+    assert header == {"round": 0}
+    Storage(place).write("shard-1", {"round": 2}, TENSORS)  # over the damaged one
+    header, _ = Storage(place).read("shard-1")
+    assert header == {"round": 2}
+
+
+def test_files_are_the_users_own(tmp_path):
+    Storage(str(tmp_path / "store")).write("shard-0", {}, TENSORS)
+    assert stat.S_IMODE((tmp_path / "store").stat().st_mode) == 0o700
+    assert [stat.S_IMODE(path.stat().st_mode) for path in slots(tmp_path)] == [0o600]
+
+
+@pytest.mark.parametrize("prefix", ["", "file://"])
+def test_a_place_that_cannot_be_used_is_named(prefix, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"Cannot use .*file/store for the center's"):
+        Storage(f"{prefix}{tmp_path / 'file' / 'store'}")
+
+
+def test_a_url_without_fsspec_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(CheckpointError, match=r"pip install springline\[ray\]"):
+        Storage("s3://bucket/run")
+
+
+def test_an_unknown_protocol_is_refused():
+    with pytest.raises(CheckpointError, match="Cannot use nowhere://bucket"):
+        Storage("nowhere://bucket")
+
+
+def test_a_relative_path_is_made_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Storage("store").write("head", {"a": 1})
+    assert Storage(str(Path.cwd() / "store")).read("head") == ({"a": 1}, {})
