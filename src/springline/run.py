@@ -1,9 +1,10 @@
 """The run a script is part of, found in the environment.
 
     SPRINGLINE_RUN, SPRINGLINE_RANK, SPRINGLINE_WORKERS   set by `springline run`
+    SPRINGLINE_ADDRESS, SPRINGLINE_CENTER, ...            and by `--address`: see `cluster.py`
     RANK, WORLD_SIZE, LOCAL_WORLD_SIZE                    set by `torchrun`
 
-Without either, a script is a run of one worker.
+Without any, a script is a run of one worker.
 
     RUN/center/     the shared center
     RUN/metrics/    one file of JSON lines per worker
@@ -26,9 +27,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from springline.center import CenterError, SharedCenter
+from springline.center import Center, CenterError, Layout, SharedCenter
 from springline.center.checkpoint import describe, newest
 from springline.center.shared import CHECKPOINT_NAME, write_private
+from springline.cluster import Cluster
+from springline.rules.rule import Rule
 
 REPORT = "report.txt"
 _STOP_LOOK = 0.1  # seconds between two looks at RUN/stop
@@ -42,20 +45,26 @@ class Run:
         directory: the run's, or None for a script that runs alone.
         rank: this worker's.
         workers: the configured number of workers.
+        cluster: where the center is, if it is not on this machine; the directory then is this
+            worker's own, and its launcher looks into it.
     """
 
     directory: Path | None = None
     rank: int = 0
     workers: int = 1
+    cluster: Cluster | None = None
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Run:
         """Find the run.
 
         >>> Run.from_environment({"SPRINGLINE_WORKERS": "4", "SPRINGLINE_RANK": "2"})
-        Run(directory=None, rank=2, workers=4)
+        Run(directory=None, rank=2, workers=4, cluster=None)
         """
         directory = environment.get("SPRINGLINE_RUN")
+        cluster = Cluster.from_environment(environment)
+        if cluster and not directory:  # it was not started by a launcher
+            directory = f"runs/{cluster.center}"
         if "SPRINGLINE_RANK" in environment or "SPRINGLINE_WORKERS" in environment:
             rank = _number(environment, "SPRINGLINE_RANK", 0)
             workers = _number(environment, "SPRINGLINE_WORKERS", 1)
@@ -72,17 +81,20 @@ class Run:
                 f"The rank must be from 0 to workers − 1. Received: rank {rank} of {workers} "
                 "workers. Look at SPRINGLINE_RANK and SPRINGLINE_WORKERS."
             )
-        return cls(Path(directory) if directory else None, rank, workers)
+        return cls(Path(directory) if directory else None, rank, workers, cluster)
 
     @property
     def center_directory(self) -> Path | None:
-        """Where the run's shared center is."""
+        """Where the run's center is; on a cluster, what stands for it here."""
         return self.directory / "center" if self.directory else None
 
     def start_step(self) -> int:
         """How far this rank had come in an earlier life: 0 in a new run."""
         if self.center_directory is None:
             return 0
+        if self.cluster:
+            steps = self.cluster.steps()
+            return steps[self.rank] if self.rank < len(steps) else 0
         try:
             with SharedCenter.open(self.center_directory) as center:
                 steps = [rank.steps for rank in center.progress()]
@@ -163,7 +175,7 @@ def steps(total: int) -> Iterator[int]:
     [0, 1, 2]
     """
     run = Run.from_environment()
-    start = run.start_step()
+    start = max(run.start_step(), start_step())  # other machines may not see the run's directory
     run.begin(start, total)
     look_at = 0.0
     for step in range(start, total):
@@ -211,6 +223,16 @@ def report(text: str) -> None:
 def note_worker(worker: object) -> None:
     """Take a worker's steps for the lines of `log`, for as long as it is there."""
     _worker["last"] = weakref.ref(worker)
+
+
+def create_or_join(
+    directory: str | Path, layout: Layout, rule: Rule, values: Mapping[str, Any], use_locking: bool
+) -> Center:
+    """Open the center in a directory, made by whoever comes first; the run's may be elsewhere."""
+    run = Run.from_environment()
+    if run.cluster and Path(directory) == run.center_directory:
+        return run.cluster.create_or_join(layout, rule, values, use_locking)
+    return SharedCenter.create_or_join(directory, layout, rule, values, use_locking=use_locking)
 
 
 def _parent() -> str:

@@ -18,10 +18,10 @@ from springline import run
 from springline.center.center import Center, Local
 from springline.center.layout import Bytes, Layout, aligned_zeros
 from springline.center.local import LocalCenter
-from springline.center.shared import SharedCenter
 from springline.rules.rule import Rule
 
 Array = NDArray[Any]
+MakeCenter = Callable[[Layout, Rule, Mapping[str, Array], float | None], Center]
 _log = logging.getLogger("springline")
 
 
@@ -70,8 +70,10 @@ class Worker:
         parameters: the model's, by name. `worker.parameters` has arrays of the same names, shapes
             and dtypes; train those, in place.
         rule: what an exchange does.
-        center: a center; or the directory of a shared one, made by whoever comes first; or None
-            for a center of this worker's own.
+        center: a center; or the directory of a shared one, made by whoever comes first (the run's
+            own stands for a center on a cluster, if the run is on one); or what
+            makes one of a layout, a rule, values and a timeout (`Collective` does); or None for a
+            center of this worker's own.
         rank: this worker's, 0 to `rule.workers` − 1.
         buffers: floating-point arrays that are not trained (BatchNorm's averages), by name.
         use_locking: whether an exchange is atomic, per shard; for a center that is made here.
@@ -96,7 +98,7 @@ class Worker:
         self,
         parameters: Mapping[str, Array],
         rule: Rule,
-        center: Center | str | Path | None = None,
+        center: Center | MakeCenter | str | Path | None = None,
         rank: int = 0,
         *,
         buffers: Mapping[str, Array] | None = None,
@@ -111,10 +113,10 @@ class Worker:
         made_here = not isinstance(center, Center)
         if center is None:
             center = LocalCenter(self.layout, rule, values, use_locking=use_locking)
+        elif callable(center):
+            center = center(self.layout, rule, values, timeout)
         elif not isinstance(center, Center):
-            center = SharedCenter.create_or_join(
-                center, self.layout, rule, values, use_locking=use_locking
-            )
+            center = run.create_or_join(center, self.layout, rule, values, use_locking)
         else:
             center.check_layout(self.layout)
         self.center = center
@@ -153,6 +155,11 @@ class Worker:
     def rank(self) -> int:
         """This worker's rank."""
         return self.member.rank
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether an exchange waits for all workers."""
+        return self.center.in_rounds(self.rule)
 
     @property
     def bytes_exchanged(self) -> int:

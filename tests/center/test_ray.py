@@ -159,7 +159,7 @@ def test_updates_are_lost_only_without_locks(name, use_locking, tmp_path, togeth
 
 def test_a_center_that_nobody_uses_saves_itself_and_goes_on_later(name, tmp_path):
     storage = str(tmp_path / "store")
-    center = make(name, storage=storage, linger=5.0)
+    center = make(name, storage=storage, linger=1.0)
     worker = Worker(VALUES, RULE, center, 0)
     worker.parameters["b"] += 4
     worker.exchange()

@@ -3,14 +3,23 @@
 A test names what it needs (`on`, `each`) and runs on every kind that declares it.
 """
 
+import sys
 import time
+from multiprocessing import parent_process
 
 import numpy as np
 import pytest
+import ray
 
+from ray_cluster import end_center
+from served import Service
 from springline import AGN, ElasticAverage, LocalCenter, ModelAverage, SharedCenter, Worker
 from springline.center import Layout
+from springline.center.center import check_settings
 from springline.center.plan import CLOSED, CONTRIBUTED
+from springline.center.ray import RayCenter
+from springline.center.served.center import ServedCenter
+from springline.center.served.peer import Call
 from springline.rules import SGD, Adagrad, Adam, Momentum
 
 RULES = {
@@ -21,7 +30,6 @@ RULES = {
     "agn-adagrad": lambda **k: AGN(optimizer=Adagrad(0.5), **k),
     "agn-adam": lambda **k: AGN(optimizer=Adam(0.5), **k),
 }
-SYNCHRONOUS = {"average"}
 
 
 class Place:
@@ -57,6 +65,9 @@ class Place:
         """All workers that the rule is configured for."""
         return [self.worker(parameters, rule, rank, **options) for rank in range(rule.workers)]
 
+    def end(self):
+        """Let go of what is left when all centers are closed."""
+
     def other(self):
         """Another place of the same kind."""
         place = type(self)(self.path.with_name(f"{self.path.name}-other"))
@@ -86,6 +97,36 @@ class Local(InMemory):
         return self.made
 
 
+class Served(Place):
+    center = ServedCenter
+
+    def __init__(self, path):
+        super().__init__(path)
+        self.service = None
+        self.others = []
+
+    def make(self, layout, rule, values, use_locking=True, restore=None):
+        if self.service is None:
+            self.service = Service(layout, rule, values, use_locking, restore)
+        center = self.service.open()
+        center.check_layout(layout)
+        check_settings(center.settings, rule.settings() | {"use_locking": use_locking})
+        self.opened.append(center)
+        return center
+
+    def waits(self, rank):
+        return rank in Call(self.service.head, "waiting").result()
+
+    def other(self):
+        self.others.append(super().other())
+        return self.others[-1]
+
+    def end(self):
+        for place in (self, *self.others):
+            if place.service:
+                place.service.close()
+
+
 class Shared(InMemory):
     center = SharedCenter
 
@@ -99,22 +140,78 @@ class Shared(InMemory):
         return SharedCenter.open(path)
 
 
-KINDS = {"local": Local, "shared": Shared}
+class OnRay(Place):
+    """A real Ray cluster; making a center there takes a second or two."""
+
+    center = RayCenter
+
+    def __init__(self, path):
+        super().__init__(path)
+        self.name = f"{path.parent.name}-{path.name}"
+        self.others = []
+
+    def make(self, layout, rule, values, use_locking=True, restore=None):
+        if rule.outer and not type(rule.outer).__module__.startswith("springline"):
+            # The actors cannot import a test.
+            ray.cloudpickle.register_pickle_by_value(sys.modules[type(rule.outer).__module__])
+        options = {"use_locking": use_locking, "restore": restore, "shards": 2}
+        center = RayCenter.create_or_join(self.name, layout, rule, values, **options)
+        self.opened.append(center)
+        return center
+
+    @staticmethod
+    def open(path):
+        return RayCenter.open(f"{path.parent.name}-{path.name}")
+
+    def waits(self, rank):
+        return rank in Call(self.opened[0].head, "waiting").result()
+
+    def other(self):
+        self.others.append(super().other())
+        return self.others[-1]
+
+    def end(self):
+        for place in (self, *self.others):
+            end_center(place.name)
 
 
-def on(*declared):
-    """Run a test on every kind that declares all of these."""
-    kinds = [k for k, place in KINDS.items() if all(getattr(place.center, d) for d in declared)]
-    return pytest.mark.parametrize("place", kinds, indirect=True)
+KINDS = {
+    "local": Local,
+    "shared": Shared,
+    "served": Served,
+    "ray": OnRay,
+}
+if parent_process() is None:  # a process that a test starts does without torch
+    from grouped import Grouped
+
+    KINDS["collective"] = Grouped
+SLOW = {"ray"}  # the others, and `tests/center/test_ray*.py`, are enough for every day
 
 
-def each(*names):
-    """Run a test on every kind with each of these rules (all without any) that it takes."""
+def _marked(kind, *values):
+    return pytest.param(kind, *values, marks=[pytest.mark.slow] if kind in SLOW else [])
+
+
+def on(*declared, fixed=False):
+    """Run a test on every kind that declares all of these.
+
+    `fixed`: also where workers cannot come and go. Such a test makes all of them at once.
+    """
+    needed = declared if fixed else (*declared, "joinable")
+    kinds = [k for k, place in KINDS.items() if all(getattr(place.center, d) for d in needed)]
+    return pytest.mark.parametrize("place", [_marked(kind) for kind in kinds], indirect=True)
+
+
+def each(*names, fixed=()):
+    """Run a test on every kind with each of these rules (all without any) that it takes.
+
+    `fixed`: the rules with which it also runs where workers cannot come and go.
+    """
     cases = [
-        (kind, name)
+        _marked(kind, name)
         for kind, place in KINDS.items()
         for name in names or RULES
-        if (place.center.synchronous if name in SYNCHRONOUS else place.center.asynchronous)
+        if place.center.takes(RULES[name]()) and (place.center.joinable or name in fixed)
     ]
     return pytest.mark.parametrize(("place", "name"), cases, indirect=["place"])
 
@@ -125,8 +222,8 @@ def model(**values):
 
 
 def exchange_all(workers, together):
-    """One exchange of every worker: at once for a synchronous rule, else in turn."""
-    if workers[0].rule.synchronous:
+    """One exchange of every worker: at once in rounds, else in turn."""
+    if workers[0].in_rounds:
         together(*[worker.exchange for worker in workers])
     else:
         for worker in workers:

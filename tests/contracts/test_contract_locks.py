@@ -47,7 +47,7 @@ def seconds(use_locking):
 
 
 @pytest.mark.parametrize("use_locking", [True, False])
-@on("asynchronous")
+@on("asynchronous", "merges_here")
 def test_threads_lose_updates_only_without_locks(place, use_locking, together):
     barrier = threading.Barrier(2, timeout=seconds(use_locking))
     rule = Meeting(workers=2, meet=barrier.wait)
@@ -59,7 +59,7 @@ def test_threads_lose_updates_only_without_locks(place, use_locking, together):
     np.testing.assert_array_equal(workers[0].center.values()["v"], 2 if use_locking else 1)
 
 
-@on("asynchronous")
+@on("asynchronous", "merges_here")
 def test_two_threads_of_one_worker_take_turns(place, together):
     rule = Meeting(meet=threading.Barrier(2, timeout=0.3).wait)
     worker = place.worker(START, rule, use_locking=False)
@@ -85,7 +85,7 @@ def kind_of(place):
 
 
 @pytest.mark.parametrize("use_locking", [True, False])
-@on("asynchronous", "by_path")
+@on("asynchronous", "by_path", "merges_here")
 def test_processes_lose_updates_only_without_locks(place, use_locking, start):
     rule = Meeting(workers=2, meet=list)
     center = place.make(Layout.of(START), rule, START, use_locking=use_locking)

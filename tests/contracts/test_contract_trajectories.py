@@ -69,21 +69,22 @@ def test_recorded_asynchronous(place, run, together):
 
 
 @pytest.mark.parametrize("run", SYNCHRONOUS)
-@on("synchronous")
+@on("synchronous", fixed=True)
 def test_recorded_synchronous(place, run, together):
     follow(place, run, together)
 
 
-@each()
+@each(fixed=("elastic", "average"))
 def test_buffers_follow_the_twin(place, name, together):
     rule = RULES[name](workers=2, period=1)
     buffers = {"mean": np.zeros(3, np.float32), "var": np.ones((2, 2))}
-    twin = Twin(rule, start(), SGD(0.1), gradient, buffers=buffers)
     workers = place.workers(start(), rule, buffers=buffers)
+    rounds = workers[0].in_rounds
+    twin = Twin(rule, start(), SGD(0.1), gradient, buffers=buffers, together=rounds)
     inners = [Optimizer(SGD(0.1)) for _ in workers]
     rng = np.random.default_rng(0)
     for k in range(6):
-        ranks = [0, 1] if rule.synchronous else [k % 2]
+        ranks = [0, 1] if rounds else [k % 2]
         for rank in ranks:
             for key, b in workers[rank].buffers.items():
                 b += rng.standard_normal(b.shape).astype(b.dtype)
@@ -103,15 +104,19 @@ def test_buffers_follow_the_twin(place, name, together):
 LARGE = {"w": (300, 500), "b": (7,), "d": (70_000,), "v": (400_000,)}
 
 
-@each()
+@each(fixed=("elastic", "average"))
 def test_large_models_follow_the_twin(place, name, together):
     """Several shards, several blocks in each; in a round every worker reduces some of them."""
     rng = np.random.default_rng(0)
     values = {k: rng.standard_normal(shape) for k, shape in LARGE.items()}
     values = {k: v if k == "d" else v.astype(np.float32) for k, v in values.items()}
     rule = RULES[name](workers=3, period=1)
-    twin = Twin(rule, values, SGD(0.1), lambda rank, step, x: {k: x[k] * (rank - 1) for k in x})
     workers, inner = place.workers(values, rule), Optimizer(SGD(0.1))
+
+    def outwards(rank, step, x):
+        return {k: x[k] * (rank - 1) for k in x}
+
+    twin = Twin(rule, values, SGD(0.1), outwards, together=workers[0].in_rounds)
     for ranks in twin.run([[0, 1, 2]] * 3):
         for rank in ranks:
             gradients = {k: x * (rank - 1) for k, x in workers[rank].parameters.items()}
@@ -133,15 +138,16 @@ MIXED = {
 WIDE = {"float16": "float32", "float32": "float32", "float64": "float64"}
 
 
-@each("elastic", "average", "agn-sgd")
+@each("elastic", "average", "agn-sgd", fixed=("elastic", "average"))
 def test_several_dtypes_in_one_model(place, name, together):
     def ones(rank, step, x):
         return {key: np.full_like(value, rank + 1) for key, value in x.items()}
 
     rule = RULES[name](workers=2, period=1)
     buffers = {"half buffer": np.ones(2, np.float16), "empty buffer": np.zeros(0)}
-    twin = Twin(rule, MIXED, SGD(1.0), ones, buffers=buffers)
     workers, inner = place.workers(MIXED, rule, buffers=buffers), Optimizer(SGD(1.0))
+    together_too = workers[0].in_rounds
+    twin = Twin(rule, MIXED, SGD(1.0), ones, buffers=buffers, together=together_too)
     for _ in twin.run([[0, 1], [0, 1]]):
         for worker in workers:
             gradients = ones(worker.rank, 0, worker.parameters)

@@ -32,6 +32,8 @@ except ImportError as missing:
     ) from missing
 
 NAMESPACE = "springline"
+_PAUSE = 0.2  # seconds before an actor that is away is asked again
+_FIRST = 120.0  # seconds that the first member may take to come, at least
 _INLINE = 100_000  # bytes that Ray sends along with an answer
 _MALLOC = ((-1, 2**31 - 1), (-3, 2**30))  # glibc: keep freed memory; reuse it for large arrays
 
@@ -53,6 +55,17 @@ class RayPeer:
     def ask(self, method: str, *arguments: Any) -> _Pending:
         """Begin a call."""
         return _Pending(self, getattr(self._handle, method).remote(*arguments))
+
+    async def answer(self, method: str, *arguments: Any) -> Any:
+        """Make a call, again and again while the actor is away, from another actor."""
+        while True:
+            try:
+                return await getattr(self._handle, method).remote(*arguments)
+            except RayActorError as error:
+                lost = self.lost(error)
+                if not isinstance(lost, PeerLostError):
+                    raise lost from error
+            await asyncio.sleep(_PAUSE)
 
     def tell(self, method: str, *arguments: Any) -> None:
         """Make a call whose answer nobody waits for."""
@@ -134,14 +147,15 @@ class RayHead(Head):
                 f"The shards of the center {self._name!r} are not there; the next worker to join "
                 "starts them from its storage."
             ) from error
-        return latest(await asyncio.gather(*[handle.rows.remote() for handle in handles]))
+        calls = [peer.answer("rows") for peer in shard_peers(self._name, handles)]
+        return latest(await asyncio.gather(*calls))
 
     async def _retire_when_idle(self) -> None:
-        seen = time.monotonic()
-        while time.monotonic() - seen < self._linger:
+        seen, linger = time.monotonic(), max(self._linger, _FIRST)
+        while time.monotonic() - seen < linger:
             await asyncio.sleep(min(1.0, self._linger / 4))
             if self._alive():
-                seen = time.monotonic()
+                seen, linger = time.monotonic(), self._linger
         await self.retire()
 
     async def retire(self) -> None:

@@ -8,10 +8,11 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
+from springline.center.collective import Collective
 from springline.torch.optimizers import (
     AGNOptimizer,
     ElasticAverageOptimizer,
     ModelAverageOptimizer,
 )
 
-__all__ = ["AGNOptimizer", "ElasticAverageOptimizer", "ModelAverageOptimizer"]
+__all__ = ["AGNOptimizer", "Collective", "ElasticAverageOptimizer", "ModelAverageOptimizer"]

@@ -14,6 +14,7 @@ from springline import run as runs
 from springline.center import Center, LocalCenter, SharedCenter
 from springline.center.checkpoint import write_file
 from springline.center.extras import write_extras
+from springline.center.served.center import ServedCenter
 from springline.rules.rule import Rule
 from springline.torch import state as worker_state
 from springline.torch.binding import Binding, Mirror, allocator, to_numpy
@@ -26,8 +27,9 @@ from springline.torch.naming import (
 )
 from springline.torch.outer import first_state
 from springline.torch.overlap import Overlap
+from springline.torch.place import AnyCenter, place
 from springline.torch.wrapper import Closure, State, Wrapper
-from springline.worker import Worker, finish_at_exit
+from springline.worker import MakeCenter, Worker, finish_at_exit
 
 MakeRule = Callable[[int, dict[str, Group]], Rule]
 
@@ -48,7 +50,7 @@ class CenterOptimizer(Wrapper):
         make_rule: MakeRule,
         *,
         model: torch.nn.Module | None,
-        center: Center | str | Path | None,
+        center: AnyCenter,
         use_locking: bool,
         synchronous: bool | None,
         overlap: bool,
@@ -65,19 +67,12 @@ class CenterOptimizer(Wrapper):
         }
         self._swapped = False
         self._process = os.getpid()
-        run = runs.Run.from_environment()
-        if center is None and run.directory is None and run.workers > 1:
-            raise ValueError(
-                f"This is worker {run.rank} of {run.workers}, but there is no run where they could "
-                "meet. Start them with `springline run`, set SPRINGLINE_RUN to a directory that "
-                "they share, or pass `center=`."
-            )
-        self._attach(run, run.center_directory if center is None else center)
+        self._attach(*place(center, runs.Run.from_environment()))
         self._write_extras()
         if not isinstance(self.worker.center, LocalCenter):
             atexit.register(self._at_exit)
 
-    def _attach(self, run: runs.Run, center: Center | str | Path | None) -> None:
+    def _attach(self, run: runs.Run, center: Center | MakeCenter | str | Path | None) -> None:
         """Make the worker and give the model's tensors their places in its flat buffers."""
         self._owns_center = center is None
         named = name_parameters(self.inner.param_groups, self._model)
@@ -195,10 +190,14 @@ class CenterOptimizer(Wrapper):
     def _write_extras(self) -> None:
         """Let rank 0 write down what belongs to the model's file beside the center."""
         center = self.worker.center
-        if self._model is not None and isinstance(center, SharedCenter) and self.worker.rank == 0:
+        folder = center.directory if isinstance(center, SharedCenter) else None
+        if isinstance(center, ServedCenter):  # elsewhere: our launcher looks here
+            folder = runs.Run.from_environment().center_directory
+        if self._model is not None and folder is not None and self.worker.rank == 0:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             others, aliases = beside_center(self.binding.tensors(), self._model)
             arrays = {name: to_numpy(tensor) for name, tensor in others.items()}
-            write_extras(center.directory, arrays, aliases)
+            write_extras(folder, arrays, aliases)
 
     def _at_exit(self) -> None:
         finish_at_exit(self.finish, self._process)

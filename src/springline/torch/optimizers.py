@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from springline.center import Center
 from springline.rules import AGN, ElasticAverage, ModelAverage
 from springline.rules.rule import Rule, at_least_one
 from springline.torch.optimizer import CenterOptimizer
 from springline.torch.outer import TorchOuter
+from springline.torch.place import AnyCenter
 from springline.torch.wrapper import State
 
 _PERIOD = "It is the number of local steps between two exchanges."
@@ -32,8 +31,8 @@ class ElasticAverageOptimizer(CenterOptimizer):
         use_locking: whether an exchange is atomic, per shard.
         synchronous: whether all workers wait for each other before the first step.
         overlap: exchange in the background; the training loop waits for nobody.
-        center: a center, or the directory of a shared one. By default that of the run the script
-            was started in, else one of this worker's own.
+        center: a center, the directory of a shared one, or a `torch.distributed` process group. By
+            default that of the run the script was started in, else one of this worker's own.
         timeout: seconds after which waiting for other workers fails, naming them.
 
     >>> model = torch.nn.Linear(2, 1)
@@ -53,7 +52,7 @@ class ElasticAverageOptimizer(CenterOptimizer):
         use_locking: bool = True,
         synchronous: bool = False,
         overlap: bool = False,
-        center: Center | str | Path | None = None,
+        center: AnyCenter = None,
         timeout: float | None = None,
     ) -> None:
         at_least_one("communication_period", communication_period, _PERIOD)
@@ -125,8 +124,8 @@ class ModelAverageOptimizer(CenterOptimizer):
         interval_steps: τ, local steps between two rounds.
         use_locking: whether a shard is reduced under its lock.
         overlap: meet in the background, until the next round is due.
-        center: a center, or the directory of a shared one. By default that of the run the script
-            was started in, else one of this worker's own.
+        center: a center, the directory of a shared one, or a `torch.distributed` process group. By
+            default that of the run the script was started in, else one of this worker's own.
         timeout: seconds after which waiting for other workers fails, naming them.
     """
 
@@ -138,7 +137,7 @@ class ModelAverageOptimizer(CenterOptimizer):
         interval_steps: int = 100,
         use_locking: bool = True,
         overlap: bool = False,
-        center: Center | str | Path | None = None,
+        center: AnyCenter = None,
         timeout: float | None = None,
     ) -> None:
         at_least_one("interval_steps", interval_steps, _PERIOD)
@@ -182,7 +181,7 @@ class AGNOptimizer(CenterOptimizer):
         use_locking: bool = True,
         synchronous: bool = False,
         overlap: bool = False,
-        center: Center | str | Path | None = None,
+        center: AnyCenter = None,
         timeout: float | None = None,
     ) -> None:
         at_least_one("communication_period", communication_period, _PERIOD)

@@ -68,10 +68,11 @@ class Overlap:
     def step(self, due: bool) -> bool:
         """Fold in what has come back; if an exchange is due, start it. Return whether it folded.
 
-        If one is still in flight then, model averaging waits for it and the others skip theirs.
+        If one is still in flight then, a worker that meets others in rounds waits for it; else the
+        exchange that is due is skipped.
         """
         flight, folded = self._flight, False
-        if flight and (flight.done() or (due and self._worker.rule.synchronous)):
+        if flight and (flight.done() or (due and self._worker.in_rounds)):
             folded = self.wait()
         if due and not self._flight:
             self._start()

@@ -74,16 +74,17 @@ class Call:
         """
         start = time.monotonic()
         warn_at = start + WARN_EVERY
-        lost = False
+        said = False
         while True:
             try:
                 return self._pending.result(_LOOK if self._timeout is None else _PAUSE)
             except TimeoutError:
                 lost = False
             except PeerLostError as error:
-                if not lost:
-                    _log.warning("%s is gone: %s. Asking again.", self._peer.name, error)
                 lost = True
+                if not said:
+                    _log.warning("%s is gone: %s. Asking again.", self._peer.name, error)
+                said = True
             waited = time.monotonic() - start
             if self._timeout is not None and waited > self._timeout:
                 raise CenterError(

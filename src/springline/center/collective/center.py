@@ -1,0 +1,284 @@
+"""Synchronous rules over `torch.distributed`: the center is on every rank, the same to the bit.
+
+An exchange is a round: one all-reduce of one flat buffer (one per dtype, where a model has float64
+beside float32), in which every rank of the group takes part. Model averaging is the mean of those
+that contribute. Elastic averaging is the paper's synchronous form, with the `c` from before the
+round on every rank::
+
+    x ← x − α(x − c)      c ← c + α Σ(xᵢ − c)
+
+A process group cannot shrink: a rank that has NaN, or has finished, contributes nothing and is
+not counted, but takes part until all have finished.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from springline.center import checkpoint
+from springline.center.center import Center, Progress, check_settings
+from springline.center.collective.group import Group
+from springline.center.collective.member import CollectiveMember
+from springline.center.collective.replica import Replica, Row
+from springline.center.collective.save import NO_STATE, Keeper
+from springline.center.collective.start import check_rule, compare
+from springline.center.errors import (
+    CenterError,
+    NonFiniteError,
+    RankError,
+)
+from springline.center.layout import Bytes, Layout
+from springline.center.plan import Plan
+from springline.rules.elastic import ElasticAverage
+from springline.rules.rule import Rule
+
+SAVE_EVERY = 30.0
+_log = logging.getLogger("springline")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A process group as the place of a center, for `center=` of an optimizer or a worker.
+
+    Args:
+        group: a `torch.distributed` process group, for instance `torch.distributed.group.WORLD`.
+        directory: where rank 0 keeps checkpoints, from which a restarted group goes on; only rank 0
+            needs to see it. None for no checkpoints.
+        save_every: seconds between two of them, so that at most these are lost.
+    """
+
+    group: Any
+    directory: str | Path | None = None
+    save_every: float = SAVE_EVERY
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.group, "allreduce"):
+            raise TypeError(
+                "`group` must be a process group that this process is in; call "
+                "`torch.distributed.init_process_group()` first. "
+                f"Received: {type(self.group).__name__} {self.group!r}."
+            )
+        if not self.save_every >= 0:
+            raise ValueError(
+                f"`save_every` must be seconds >= 0. Received: save_every={self.save_every!r}."
+            )
+
+    def __call__(
+        self, layout: Layout, rule: Rule, values: Mapping[str, Any], timeout: float | None = None
+    ) -> CollectiveCenter:
+        """Make the center; all ranks of the group must."""
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"`timeout` must be seconds > 0, or None. Received: {timeout!r}.")
+        directory = None if self.directory is None else Path(self.directory)
+        group = Group(self.group, timeout)
+        return CollectiveCenter(group, layout, rule, values, directory, self.save_every)
+
+
+class CollectiveCenter(Center):
+    """A center that is on every rank of a process group; `Collective` makes it.
+
+    Args:
+        group: the ranks; all of them make the center at once.
+        layout: the model's, the same on all ranks.
+        rule: the same on all ranks.
+        values: the first values, by name; rank 0's are taken by all.
+        directory: where rank 0 keeps checkpoints; if it has one, all go on from there.
+        save_every: seconds between two of them.
+        restore: a checkpoint that rank 0 takes the first values from, if the directory has none.
+    """
+
+    asynchronous: ClassVar[bool] = False
+    synchronous: ClassVar[bool] = True
+    by_path: ClassVar[bool] = False
+    joinable: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        group: Group,
+        layout: Layout,
+        rule: Rule,
+        values: Mapping[str, Any],
+        directory: Path | None = None,
+        save_every: float = SAVE_EVERY,
+        restore: Path | None = None,
+    ) -> None:
+        self.group = group
+        self.plan = Plan.of(layout, rule, use_locking=True)
+        self.replica = Replica(layout, group.size, group.device)
+        self.member: CollectiveMember | None = None
+        self.turn = threading.Lock()  # held while `c` is copied or changes its place
+        self._version = 0
+        self.rows = [Row(False, False, False, 0.0, 0)] * group.size
+        self._exchanges = [0] * group.size
+        self._keeper: Keeper | None = None
+        try:
+            self._start(rule, values, directory, save_every, restore)
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def takes(cls, rule: Rule) -> bool:
+        """The synchronous rules, and elastic averaging, which has a synchronous form."""
+        return rule.synchronous or isinstance(rule, ElasticAverage)
+
+    @classmethod
+    def in_rounds(cls, rule: Rule) -> bool:
+        """Every exchange here is a round."""
+        return True
+
+    @property
+    def layout(self) -> Layout:
+        """The model's layout."""
+        return self.plan.layout
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What all ranks agree on."""
+        return self.plan.settings
+
+    @property
+    def version(self) -> int:
+        """Rounds to which somebody has contributed."""
+        return self._version
+
+    def members(self) -> list[int]:
+        """Return the ranks that had not finished in the last round."""
+        gone = self.member is None or self.member.left
+        here = [rank for rank, row in enumerate(self.rows) if not row.finished]
+        return [rank for rank in here if not (gone and rank == self.group.rank)]
+
+    def progress(self) -> list[Progress]:
+        """Return how far each rank had come in the last round."""
+        return [
+            Progress(row.steps, exchanges, row.seconds)
+            for row, exchanges in zip(self.rows, self._exchanges, strict=True)
+        ]
+
+    def read(self, out: Bytes | None = None) -> Bytes:
+        """Copy the center, all of one round, into a flat buffer."""
+        out = self.layout.allocate() if out is None else out
+        with self.turn:
+            self.replica.center(out)
+        return out
+
+    def join(self, rank: int, rule: Rule, timeout: float | None = None) -> CollectiveMember:
+        """Become the worker of this process's rank; the group has its timeout already."""
+        check_settings(self.settings, rule.settings() | {"use_locking": True})
+        if rank != self.group.rank or isinstance(rank, bool):
+            raise RankError(
+                f"This process is rank {self.group.rank} of the {self.group.size} in its process "
+                f"group. Received: rank={rank!r}."
+            )
+        if self.member is not None:
+            raise RankError(f"Rank {rank} has joined already. A process has one worker per group.")
+        self.member = CollectiveMember(self, rule)
+        return self.member
+
+    def save(self, path: str | Path) -> None:
+        """Write a checkpoint. Every rank has the center, so that any of them can."""
+        center, version, steps = self._snapshot()
+        checkpoint.write(Path(path), self.plan, center, NO_STATE, version, steps)
+
+    def close(self) -> None:
+        """Let go of the group. Unlike `leave`, it waits for nobody, and others may fail."""
+        if self.member is not None:
+            self.member.left = True
+        if self._keeper is not None:
+            self._keeper.wait()
+        self.group.close()
+
+    def close_round(self, rows: Sequence[Row], changed: bool) -> None:
+        """Take the sum for `c`, if it changed, and what the ranks said."""
+        with self.turn:
+            if changed:
+                self.replica.now = self.replica.next
+            contributed = [changed and row.contributes for row in rows]
+            self._version += any(contributed)
+            self._exchanges = [n + c for n, c in zip(self._exchanges, contributed, strict=True)]
+            self.rows = list(rows)
+        if self._keeper is not None and any(contributed):
+            self._keeper.offer(self._snapshot)
+
+    def save_last(self) -> None:
+        """Write the last checkpoint, when all have finished."""
+        if self._keeper is not None:
+            self._keeper.save(self._snapshot)
+
+    def _snapshot(self) -> tuple[Bytes, int, list[int]]:
+        center = self.layout.allocate()
+        with self.turn:
+            self.replica.center(center)
+            return center, self._version, [row.steps for row in self.rows]
+
+    def _start(
+        self,
+        rule: Rule,
+        values: Mapping[str, Any],
+        directory: Path | None,
+        save_every: float,
+        restore: Path | None,
+    ) -> None:
+        """Agree with all other ranks, and take rank 0's values."""
+        center = self.layout.allocate()
+        mine: dict[str, Any] = {"layout": self.layout.to_json(), "settings": self.settings}
+        found: Exception | None = None
+        try:
+            check_rule(self, rule)
+            self.layout.write(center, values)
+            if self.group.rank == 0:
+                mine |= self._first(center, directory, save_every, restore)
+        except CenterError as error:
+            found = error
+            mine["error"] = str(error)
+        all_ranks = [json.loads(text) for text in self.group.gather(json.dumps(mine))]
+        try:
+            if found is not None:
+                raise found
+            for rank, other in enumerate(all_ranks):
+                compare(rank, other, all_ranks[0])
+        except CenterError:
+            self.group.part()  # all ranks do
+            raise
+        given = center.copy()
+        tensor = torch.from_numpy(center).to(self.group.device)
+        self.group.broadcast(tensor)
+        self.replica.write(tensor.cpu().numpy())
+        self._version, steps = all_ranks[0]["version"], all_ranks[0]["steps"]
+        more = [max(steps, default=0)] * (self.group.size - len(steps))  # ranks that are new
+        self.rows = [Row(False, False, False, 0.0, n) for n in [*steps, *more][: self.group.size]]
+        if self.group.rank and not np.array_equal(given, tensor.cpu().numpy()):
+            _log.warning(
+                "Rank %d joined the center at version %d: its values replace this worker's own.",
+                self.group.rank,
+                self._version,
+            )
+
+    def _first(
+        self, center: Bytes, directory: Path | None, save_every: float, restore: Path | None
+    ) -> dict[str, Any]:
+        """Put the first values into `center`, on rank 0; return the version and the steps."""
+        saved = restore
+        if directory is not None:
+            self._keeper = Keeper(directory, self.plan, save_every)
+            saved = self._keeper.newest() or restore
+        if saved is None:
+            for name, value in self.layout.views(center).items():
+                if not np.isfinite(value).all():
+                    raise NonFiniteError(
+                        f"{name!r} of rank 0 has NaN or Inf, so no center was made with it. Look "
+                        "at how the model is initialised or loaded."
+                    )
+            return {"version": 0, "steps": [0] * self.group.size}
+        found = checkpoint.read(saved, self.plan, center, NO_STATE)
+        _log.warning("Going on from %s, version %d.", saved, found.version)
+        return {"version": found.version, "steps": found.steps}

@@ -1,0 +1,201 @@
+"""A process group of our own: sums and texts, and errors that say what happened and what to do.
+
+Nothing else uses it, so that an exchange in the background meets no other communication of the
+script, whatever that does meanwhile. Texts travel as bytes, never as pickles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from springline.center.errors import CenterError, RoundTimeoutError
+from springline.center.waiting import WARN_EVERY
+
+_SLICE = timedelta(seconds=1)  # torch's wait hears no signal
+GRACE = 3.0  # seconds in which those who wait tell each other so, after a failure
+_PAUSE = 0.01
+_log = logging.getLogger("springline")
+
+
+class Group:
+    """The ranks of a process group.
+
+    Args:
+        group: a process group that this process is in; another one of the same ranks is made for
+            us. A bare backend is used as it is.
+        timeout: seconds after which waiting for others fails; by default torch's own, which are
+            30 minutes with gloo.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | Any, timeout: float | None = None) -> None:
+        self.rank, self.size = group.rank(), group.size()
+        self.timeout = timeout
+        self.broken = False
+        self._rounds = 0
+        self._store: Any = None
+        self.device = torch.device("cpu")
+        self._own: Any = group
+        if isinstance(group, dist.ProcessGroup):
+            self._own = self._guard("the start", lambda: self._new(group))
+            self._store = self._own.get_group_store()
+
+    def _new(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        backends = dict(
+            part.split(":") for part in dist.get_backend_config(group).split(",") if ":" in part
+        )
+        if "cpu" not in backends:
+            self.device = torch.device(
+                next(iter(backends)), torch.accelerator.current_device_index()
+            )
+        made = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=None if self.timeout is None else timedelta(seconds=self.timeout),
+            backend=backends[self.device.type],
+            use_local_synchronization=True,
+        )
+        assert isinstance(made, dist.ProcessGroup)  # noqa: S101 - all of its ranks are in it
+        return made
+
+    def sum(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by the sum over all ranks, with one all-reduce each."""
+        self._rounds += 1
+        self._guard(
+            f"round {self._rounds}",
+            lambda: [self._own.allreduce([tensor]) for tensor in tensors],
+        )
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Replace a tensor by rank 0's."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._guard("the start", lambda: [self._own.broadcast([tensor], options)])
+
+    def gather(self, text: str) -> list[str]:
+        """Return the text of every rank."""
+        raw = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        lengths = torch.zeros(self.size, dtype=torch.int64)
+        lengths[self.rank] = len(raw)
+        lengths = lengths.to(self.device)
+        self._guard("all workers to start", lambda: [self._own.allreduce([lengths])])
+        sizes = [int(n) for n in lengths]
+        mine = torch.zeros(max(sizes), dtype=torch.uint8)
+        mine[: len(raw)] = raw
+        mine = mine.to(self.device)
+        rows = [torch.empty_like(mine) for _ in sizes]
+        self._guard("all workers to start", lambda: [self._own.allgather([rows], [mine])])
+        return [bytes(r[:n].tolist()).decode() for r, n in zip(rows, sizes, strict=True)]
+
+    def part(self) -> None:
+        """Wait, for some seconds, until all ranks have received what was sent last.
+
+        Without it the end of one process may reset a connection that another is still reading.
+        """
+        if not self.broken:
+            self._here("parts")
+
+    def close(self) -> None:
+        """Use the group no more.
+
+        Torch keeps it until the process ends: it would give the name of a group that was destroyed
+        to the next one, and that would find the addresses of the old one in the store.
+        """
+        self.broken = True
+        self._own = None
+
+    def _guard(self, what: str, start: Callable[[], Any]) -> Any:
+        """Start communication and wait for it; no other can follow one that fails."""
+        if self.broken:
+            raise CenterError(
+                "This worker's process group has failed or was closed. End the process and start "
+                "all of them again."
+            )
+        try:
+            started = start()
+            for work in started if isinstance(started, list) else ():
+                self._wait(work, what)
+        except RuntimeError as error:
+            self.broken = True
+            raise self._failed(what, error) from error
+        except BaseException:  # Ctrl-C, while others go on
+            self.broken = True
+            raise
+        return started
+
+    def _wait(self, work: Any, what: str) -> None:
+        if self.device.type != "cpu":
+            work.wait()
+            return
+        since = time.monotonic()
+        warn_at = since + WARN_EVERY
+        while True:
+            try:
+                work.wait(_SLICE)
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+                now = time.monotonic()
+                if self.timeout is None and now > warn_at:
+                    warn_at += WARN_EVERY
+                    _log.warning("Rank %d waits for %s since %.0f s.", self.rank, what, now - since)
+            else:
+                return
+
+    def _failed(self, what: str, error: RuntimeError) -> CenterError:
+        reason = str(error).strip().splitlines()[0]
+        late = "timed out" in reason.lower() or "timeout" in reason.lower()
+        missing = self._missing()
+        if missing is None:
+            who = "which of the other ranks is missing cannot be known"
+        elif missing:
+            who = "missing: " + ", ".join(f"rank {rank}" for rank in missing)
+        else:
+            who = "all ranks are there, but a connection between them was lost"
+        advice = (
+            "A process group cannot go on without one of its ranks: end this process and start all "
+            "of them again, as `torchrun --max-restarts` does; they go on from the last checkpoint."
+        )
+        if late:
+            waited = "" if self.timeout is None else f"{self.timeout:g} s "
+            text = f"Rank {self.rank} waited {waited}for {what}; {who}."
+            return RoundTimeoutError(
+                f"{text} {advice} A larger `timeout` waits longer. Torch says: {reason}"
+            )
+        return CenterError(f"Rank {self.rank} lost {what}; {who}. {advice} Torch says: {reason}")
+
+    def _missing(self) -> list[int] | None:
+        """Return who does not say within a few seconds that it is waiting, too."""
+        here = self._here(f"round {self._rounds}")
+        return None if here is None else sorted(set(range(self.size)) - here)
+
+    def _here(self, what: str) -> set[int] | None:
+        """Tell the store that this rank is at some point; return who tells it soon."""
+        store, here, answered = self._store, {self.rank}, []
+        if store is None:
+            return None
+
+        def ask() -> None:
+            # The store is with rank 0, or with torchrun, and may be gone as well.
+            with contextlib.suppress(RuntimeError):
+                store.set(f"springline/{what}/{self.rank}", "here")
+                end = time.monotonic() + GRACE
+                while len(here) < self.size and time.monotonic() < end:
+                    for rank in set(range(self.size)) - here:
+                        if store.check([f"springline/{what}/{rank}"]):
+                            here.add(rank)
+                    time.sleep(_PAUSE)
+                answered.append(True)
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(GRACE + 2)
+        return here if answered else None

@@ -1,0 +1,203 @@
+"""One rank's part in the rounds of a collective center."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from springline.center.center import Local, Member
+from springline.center.collective.replica import Part, Row
+from springline.center.errors import CenterError, NonFiniteError
+from springline.rules.buffers import buffer_rule
+from springline.rules.rule import LocalBlock, Rule, size
+
+if TYPE_CHECKING:
+    from springline.center.collective import CollectiveCenter
+
+
+@dataclass(slots=True)
+class Block:
+    """The two sides of a block, and the rule for it."""
+
+    part: Part
+    rule: Rule
+    local: LocalBlock  # its message is a part of what is added up
+    c: NDArray[Any]
+    pulls: bool  # the worker moves by its own message; else it takes the next `c`
+
+
+class CollectiveMember(Member):
+    """The one worker of this process's rank.
+
+    Model averaging adds up `x/p`, so that the sum is the mean. Elastic averaging adds up every
+    rank's `δ`, and rank 0 adds `c` to its own: the sum is `c + Σδ`. Either way it is the next `c`,
+    and no rank has to touch it again.
+    """
+
+    def __init__(self, center: CollectiveCenter, rule: Rule) -> None:
+        self.center = center
+        self.rule = rule
+        self.rank = center.group.rank
+        self.start_step = center.rows[self.rank].steps
+        self.left = False
+        self._steps = self.start_step
+        self._seconds = 0.0
+        self._turn = threading.RLock()  # a signal handler may come in the middle of an exchange
+        self._busy = False
+        self._process = os.getpid()
+        self._bound: Local | None = None
+        self._blocks: list[list[Block]] = []
+
+    def exchange(self, local: Local) -> None:
+        """Take part in a round; two threads of a worker take turns."""
+        with self._turn:
+            self._check_here()
+            start = time.perf_counter()
+            if local is not self._bound:
+                self._bind(local)
+            blocks = self._blocks[self.center.replica.next]
+            self._busy = True
+            try:
+                large, error = self._contribute(blocks)
+                steps = self._steps if error else local.steps
+                self._meet(Row(error is None, False, large, self._seconds, steps))
+                if error:
+                    raise error
+                for block in blocks:
+                    if not block.pulls:  # its message is the next `c` now
+                        block.rule.adopt(block.local, block.local.message, block.local.message)
+            finally:
+                self._busy = False
+                local.forget_gradients()
+            self._steps = local.steps
+            self._seconds += time.perf_counter() - start
+
+    def barrier(self) -> None:
+        """All ranks were there when the center was made."""
+
+    def leave(self) -> None:
+        """Contribute nothing any more, and return when all ranks have finished.
+
+        Rank 0 then saves the last checkpoint. A group that has failed is left at once.
+        """
+        if self.left or os.getpid() != self._process:
+            return
+        with self._turn:
+            if self._busy:
+                raise CenterError(f"Rank {self.rank} is in the middle of an exchange.")
+            self.left = True
+            while not (self.center.group.broken or all(r.finished for r in self.center.rows)):
+                self._withdraw(self._idle())
+                with contextlib.suppress(NonFiniteError):  # of others, who are told
+                    self._meet(Row(False, True, False, self._seconds, self._steps))
+            self.center.group.part()
+            if not self.center.group.broken:
+                self.center.save_last()
+
+    def _meet(self, row: Row) -> None:
+        """Add up, and close the round."""
+        center, replica = self.center, self.center.replica
+        replica.say(self.rank, row)
+        center.group.sum(replica.outgoing())
+        replica.incoming()
+        rows = replica.said()
+        count = sum(r.contributes for r in rows)
+        if self.rule.synchronous and 0 < count < len(rows):
+            replica.scale(len(rows) / count)
+        if any(r.large for r in rows) and (name := replica.overflown()):
+            center.close_round(rows, changed=False)
+            raise NonFiniteError(
+                f"{name!r} would overflow the center, so the round was not taken, on any rank. "
+                "Lower the learning rate, or take the center again and go on from there."
+            )
+        center.close_round(rows, changed=count > 0 or not self.rule.synchronous)
+
+    def _contribute(self, blocks: list[Block]) -> tuple[bool, NonFiniteError | None]:
+        """Write this rank's part of the sum; whether it is large, and what was not finite."""
+        large = False
+        with np.errstate(over="raise", invalid="raise"):
+            for k, block in enumerate(blocks):
+                try:
+                    large |= self._write(block)
+                except FloatingPointError:
+                    # Elastic: the blocks before have moved the worker, and so they count.
+                    self._withdraw(blocks if self.rule.synchronous else blocks[k:])
+                    return large, self._non_finite(block)
+        return large, None
+
+    def _write(self, block: Block) -> bool:
+        """Write a block's message; whether it is large."""
+        rule, local = block.rule, block.local
+        message = rule.contribute(local, block.c, 0)
+        if rule.synchronous:
+            np.divide(message, rule.workers, out=local.message)
+        square = size(local.message)
+        if math.isnan(square):
+            raise FloatingPointError
+        if block.pulls:
+            rule.adopt(local, local.message, block.c)
+        if self.rank == 0 and not rule.synchronous:
+            with np.errstate(over="ignore"):  # it is large then, and all look at the sum
+                np.add(local.message, block.c, out=local.message)
+        return square == math.inf
+
+    def _withdraw(self, blocks: list[Block]) -> None:
+        """Leave the sum of these blocks to the others."""
+        for block in blocks:
+            if self.rank == 0 and not block.rule.synchronous:
+                np.copyto(block.local.message, block.c)
+            else:
+                block.local.message.fill(0)
+
+    def _idle(self) -> list[Block]:
+        if self._bound is None:
+            self._bind(Local(self.center.layout, self.rule))
+        return self._blocks[self.center.replica.next]
+
+    def _non_finite(self, block: Block) -> NonFiniteError:
+        x, run = block.local.x, block.part.run
+        with np.errstate(all="ignore"):
+            wrong = ~np.isfinite(x - block.c) if block.pulls else ~np.isfinite(x)
+        first = int(np.argmax(wrong)) * x.itemsize
+        return NonFiniteError(
+            f"{run.kind.capitalize()} {self.center.layout.name_at(run.start + first)!r} of rank "
+            f"{self.rank} has NaN or Inf (or would overflow the center), so it was not sent. Lower "
+            "the learning rate, clip the gradients, or take the center again and go on from there."
+        )
+
+    def _check_here(self) -> None:
+        if self.left:
+            raise CenterError(f"Rank {self.rank} has left the center, and cannot come back.")
+        if self._busy:
+            raise CenterError(f"Rank {self.rank} is in the middle of an exchange.")
+        if os.getpid() != self._process:
+            raise CenterError(
+                f"This center was made in process {self._process} and is used in its child "
+                f"{os.getpid()}, which has no part in the process group."
+            )
+
+    def _bind(self, local: Local) -> None:
+        """Lay the worker's buffers beside the center's blocks, for either place of `c`."""
+        replica = self.center.replica
+        rules = {"parameter": self.rule, "buffer": buffer_rule(self.rule)}
+
+        def bind(part: Part, following: int) -> Block:
+            message = replica.buffers[following][part.kind][part.place]
+            mine = LocalBlock(part.run.view(local.x), message)
+            if local.copy is not None:
+                mine.copy = part.run.view(local.copy)
+            rule = rules[part.run.kind]
+            c = replica.buffers[1 - following][part.kind][part.place]
+            pulls = part.run.kind == "parameter" and not rule.synchronous
+            return Block(part, rule, mine, c, pulls)
+
+        self._blocks = [[bind(part, following) for part in replica.parts] for following in (0, 1)]
+        self._bound = local

@@ -1,0 +1,77 @@
+"""Checkpoints of a center that no other process holds: written now and then, in the background."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from springline.center import checkpoint
+from springline.center.errors import CheckpointError
+from springline.center.layout import Bytes
+from springline.center.plan import Plan
+from springline.center.shared import CHECKPOINT_NAME
+
+Snapshot = Callable[[], tuple[Bytes, int, list[int]]]  # the center, its version, steps
+NO_STATE: Bytes = np.zeros(0, np.uint8)  # the synchronous rules have no outer optimizer
+_log = logging.getLogger("springline")
+
+
+class Keeper:
+    """Keeps the last checkpoints in a directory.
+
+    Args:
+        directory: is made if need be.
+        plan: the center's.
+        every: seconds between two checkpoints, counted from the end of one to the next.
+    """
+
+    def __init__(self, directory: Path, plan: Plan, every: float) -> None:
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"Cannot keep checkpoints in {directory}: {error.strerror}. Give a directory that "
+                "rank 0 may write to."
+            ) from error
+        self.path = directory / CHECKPOINT_NAME
+        self._plan = plan
+        self._every = every
+        self._saved_at = time.monotonic()
+        self._writing: threading.Thread | None = None
+
+    def newest(self) -> Path | None:
+        """Return the last good checkpoint."""
+        return checkpoint.newest(self.path)
+
+    def offer(self, snapshot: Snapshot) -> None:
+        """Save in the background, if it is time and nothing is being written."""
+        if self._writing is not None and self._writing.is_alive():
+            return
+        if time.monotonic() - self._saved_at >= self._every:
+            # A daemon: a process that ends with an error does not wait for it. What is cut short
+            # has a temporary name.
+            taken = snapshot()
+            self._writing = threading.Thread(target=self._write, args=taken, daemon=True)
+            self._writing.start()
+
+    def save(self, snapshot: Snapshot) -> None:
+        """Save now."""
+        self.wait()
+        self._write(*snapshot())
+
+    def wait(self) -> None:
+        """Wait for what is being written."""
+        if self._writing is not None:
+            self._writing.join()
+
+    def _write(self, center: Bytes, version: int, steps: list[int]) -> None:
+        try:
+            checkpoint.write(self.path, self._plan, center, NO_STATE, version, steps)
+        except CheckpointError as error:  # training goes on, and so does the one before
+            _log.warning("%s", error)
+        self._saved_at = time.monotonic()

@@ -1,0 +1,107 @@
+"""A run's place on a Ray cluster, found in the environment.
+
+    SPRINGLINE_ADDRESS    the cluster's, HOST:PORT
+    SPRINGLINE_CENTER     the name of the run's center there
+    SPRINGLINE_SHARDS     into how many the center is cut, if somebody has said so
+    SPRINGLINE_STORAGE    where its shards keep checkpoints, if anywhere
+
+`springline run --address` sets them. A process that it has not started, on any machine that
+reaches the cluster, takes part with these, SPRINGLINE_RANK and SPRINGLINE_WORKERS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from springline.center.center import Center
+from springline.center.errors import CenterError
+from springline.center.layout import Layout
+from springline.rules.rule import Rule
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Where a run's center is on a cluster.
+
+    Args:
+        address: the cluster's.
+        center: the center's name.
+        shards: into how many it is cut; None to let the center choose.
+        storage: where its shards keep checkpoints, if anywhere.
+    """
+
+    address: str
+    center: str
+    shards: int | None = None
+    storage: str | None = None
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Cluster | None:
+        """Find the cluster; None for a run on one machine.
+
+        >>> here = {"SPRINGLINE_ADDRESS": "10.0.0.1:6379", "SPRINGLINE_CENTER": "digits"}
+        >>> Cluster.from_environment(here | {"SPRINGLINE_SHARDS": "4"})
+        Cluster(address='10.0.0.1:6379', center='digits', shards=4, storage=None)
+        """
+        address, center = (environment.get(f"SPRINGLINE_{k}") for k in ("ADDRESS", "CENTER"))
+        if not address and not center:
+            return None
+        if not address or not center:
+            raise ValueError(
+                "SPRINGLINE_ADDRESS and SPRINGLINE_CENTER go together: the address of a Ray "
+                "cluster and the name of the run's center there. Received: "
+                f"SPRINGLINE_ADDRESS={address!r}, SPRINGLINE_CENTER={center!r}."
+            )
+        shards = environment.get("SPRINGLINE_SHARDS") or None
+        if shards is not None and not (shards.strip().isdigit() and int(shards)):
+            raise ValueError(f"SPRINGLINE_SHARDS must be an integer >= 1. Received: {shards!r}.")
+        storage = environment.get("SPRINGLINE_STORAGE") or None
+        return cls(address, center, int(shards) if shards else None, storage)
+
+    def environment(self) -> dict[str, str]:
+        """Return what a worker is told, so that it finds this."""
+        told = {
+            "ADDRESS": self.address,
+            "CENTER": self.center,
+            "SHARDS": self.shards,
+            "STORAGE": self.storage,
+        }
+        return {f"SPRINGLINE_{key}": str(value) for key, value in told.items() if value is not None}
+
+    def create_or_join(
+        self, layout: Layout, rule: Rule, values: Mapping[str, Any], use_locking: bool
+    ) -> Center:
+        """Open the run's center, which is made by whoever comes first."""
+        from springline.center.ray import RayCenter  # Ray may not be installed
+
+        return RayCenter.create_or_join(
+            self.center,
+            layout,
+            rule,
+            values,
+            use_locking=use_locking,
+            address=self.address,
+            shards=self.shards,
+            storage=self.storage,
+        )
+
+    def steps(self) -> list[int]:
+        """Return how far each rank has come; nothing before there is a center."""
+        from springline.center.ray import RayCenter
+
+        try:
+            with RayCenter.open(self.center, self.address) as center:
+                return [rank.steps for rank in center.progress()]
+        except CenterError:
+            return self._saved_steps()
+
+    def _saved_steps(self) -> list[int]:
+        """Return what the first shard has written down: all shards know all ranks."""
+        from springline.center.served.storage import Storage
+
+        saved = Storage(self.storage).read("shard-0") if self.storage else None
+        rows = saved[0]["rows"] if saved else {}
+        ranks = range(max(map(int, rows), default=-1) + 1)
+        return [int(rows[str(rank)][2]) if str(rank) in rows else 0 for rank in ranks]

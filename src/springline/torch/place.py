@@ -1,0 +1,55 @@
+"""Where an optimizer's worker is: its rank, how many there are, and what center they mean."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from springline.center import Center
+from springline.center.collective import Collective
+from springline.run import Run
+from springline.worker import MakeCenter
+
+_log = logging.getLogger("springline")
+AnyCenter = Center | MakeCenter | dist.ProcessGroup | str | Path | None
+
+
+def place(center: AnyCenter, run: Run) -> tuple[Run, Center | MakeCenter | str | Path | None]:
+    """Return this worker's place in its run or its process group, and the center.
+
+    Args:
+        center: what the user gave. By default the run's; under `torchrun` over several machines
+            the process group of all ranks, if there is one.
+        run: found in the environment.
+    """
+    if center is None and _across_machines() and dist.is_initialized():
+        center = dist.group.WORLD
+    if isinstance(center, dist.ProcessGroup):
+        center = Collective(center, run.center_directory)
+        if center.directory is None and center.group.rank() == 0:
+            _log.warning(
+                "No checkpoints are kept, from which a restarted group could go on. Set "
+                "SPRINGLINE_RUN to a directory, or pass `center=Collective(group, directory)`."
+            )
+    if isinstance(center, Collective):
+        return replace(run, rank=center.group.rank(), workers=center.group.size()), center
+    if center is None and (_across_machines() or (run.directory is None and run.workers > 1)):
+        raise ValueError(
+            f"This is worker {run.rank} of {run.workers}, but there is no run where they could "
+            "meet. Start them with `springline run`, set SPRINGLINE_RUN to a directory that they "
+            "share, or pass `center=`; on several machines under `torchrun`, call "
+            "`torch.distributed.init_process_group()` before the optimizer is made."
+        )
+    return run, run.center_directory if center is None else center
+
+
+def _across_machines() -> bool:
+    """Whether `torchrun` has started workers on other machines, too."""
+    environment = os.environ
+    if "TORCHELASTIC_RUN_ID" not in environment or "SPRINGLINE_WORKERS" in environment:
+        return False
+    return environment.get("WORLD_SIZE") != environment.get("LOCAL_WORLD_SIZE")

@@ -1,0 +1,60 @@
+"""Real processes in a process group: one is killed or stopped, and the others notice."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from springline import ModelAverage, Worker
+from springline.center import CenterError
+
+WORKERS = 3
+VALUES = {"w": np.zeros(1_000_000, np.float32)}
+
+
+def live(pipe, rank, store, timeout):
+    """Exchange as often as asked; say what came of it."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch.distributed as dist
+
+    from springline.center.collective import Collective
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORKERS)
+    rule = ModelAverage(workers=WORKERS, period=1)
+    worker = Worker(VALUES, rule, Collective(dist.group.WORLD), rank, timeout=timeout)
+    pipe.send("ready")
+    while pipe.recv() == "step":
+        worker.parameters["w"] += rank
+        try:
+            worker.step()
+            pipe.send(float(worker.parameters["w"][0]))
+        except CenterError as error:
+            pipe.send(f"{type(error).__name__}: {error}")
+    worker.finish()
+    pipe.send("left")
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        pytest.param(signal.SIGKILL, "CenterError|RoundTimeoutError", id="killed"),
+        pytest.param(signal.SIGSTOP, "RoundTimeoutError", id="stopped", marks=pytest.mark.slow),
+    ],
+)
+def test_who_is_gone_is_noticed_and_named(start, tmp_path, number, kind):
+    lives = [start(live, rank, tmp_path / "store", 6) for rank in range(WORKERS)]
+    pipes = [pipe for _, pipe in lives]
+    assert [pipe.recv() for pipe in pipes] == ["ready"] * WORKERS
+    for pipe in pipes:
+        pipe.send("step")
+    assert [pipe.recv() for pipe in pipes] == [1, 1, 1]
+    os.kill(lives[2][0].pid, number)
+    for pipe in pipes[:2]:
+        pipe.send("step")
+    said = [pipe.recv() for pipe in pipes[:2]]
+    assert all(text.split(":")[0] in kind.split("|") for text in said), said
+    assert all("missing: rank 2." in text for text in said), said
+    for pipe in pipes[:2]:
+        pipe.send("leave")
+    assert [pipe.recv() for pipe in pipes[:2]] == ["left"] * 2
