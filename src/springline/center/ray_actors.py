@@ -155,7 +155,9 @@ class RayHead(Head):
         while time.monotonic() - seen < linger:
             await asyncio.sleep(min(1.0, self._linger / 4))
             if self._alive():
-                seen, linger = time.monotonic(), self._linger
+                seen = time.monotonic()
+            if any(row.incarnation for row in self._rows.values()):  # somebody has come
+                linger = self._linger
         await self.retire()
 
     async def retire(self) -> None:
