@@ -82,7 +82,7 @@ def wrap(args: argparse.Namespace, place: Cluster, getter: Any) -> tuple[Any, An
 
 def train(args: argparse.Namespace, place: Cluster, folder: Path) -> None:
     """Train until all workers together have made their exchanges; the chief saves the center."""
-    images, labels = (part[TESTS:][place.task :: place.num_worker] for part in digits())
+    images, labels = (part[TESTS:][place.rank :: place.num_worker] for part in digits())
     getter = GETTERS[args.rule](place.device)
     with v1.device(place.setter):
         global_step = v1.train.get_or_create_global_step()  # counts exchanges
@@ -97,7 +97,7 @@ def train(args: argparse.Namespace, place: Cluster, folder: Path) -> None:
     saver = opt.swapping_saver()
     # A round of averaging counts once for all workers.
     exchanges = args.steps // args.period * (1 if args.rule == "average" else place.num_worker)
-    random = np.random.default_rng([args.seed, place.task])
+    random = np.random.default_rng([args.seed, place.rank])
     with v1.train.MonitoredTrainingSession(
         master=place.target,
         is_chief=place.is_chief,

@@ -159,19 +159,57 @@ def test_swapped_checkpoint_of_slices(rule, tmp_path):
         part = v1.fixed_size_partitioner(2)
         w = v1.get_variable("w", [3, 2], partitioner=part)
         b = v1.get_variable("b", [2])
+        model.both = [w, b]
         return tf.reduce_sum(tf.matmul(tf.ones([1, 3]), tf.convert_to_tensor(w)) * b)
 
     model = Model(Servers(2, 1), rule, 0, 1, lambda: INNERS["sgd"](0.1), sliced, True)
     with model.graph.as_default():
-        saver = model.opt.swapping_saver()
+        w, b = model.both
+        lists = [None, [w, b], {"w": w, "b": b}, [*w, b]]  # as TensorFlow's own savers take them
+        savers = [model.opt.swapping_saver(given) for given in lists]
     begin(model)
     model.step()
-    with model.graph.as_default():
-        saver.save(model.session, str(tmp_path / "model"))
     center = model.values()["center"]
-    restored = plain(tmp_path)
-    close(restored["w"], np.concatenate([center["w/part_0"], center["w/part_1"]]))
-    close(restored["b"], center["b"])
+    for k, saver in enumerate(savers):
+        with model.graph.as_default():
+            saver.save(model.session, str(tmp_path / f"{k}" / "model"))
+        restored = plain(tmp_path / f"{k}")
+        close(restored["w"], np.concatenate([center["w/part_0"], center["w/part_1"]]))
+        close(restored["b"], center["b"])
+
+
+@kinds
+@pytest.mark.parametrize("has", ["nothing", "moments"])
+def test_old_checkpoint_of_agn_with_adam(has, resource, tmp_path, caplog):
+    """It lacks some state of the center's optimizer, which therefore starts anew."""
+    old = {"global_step": np.int64(3)}
+    for name in ("w", "b"):
+        old[f"global_center_variable/{name}"] = np.array(VALUES["agn"][name], np.float32)
+        for moment in ("Adam", "Adam_1"):
+            if has == "moments":
+                shape = old[f"global_center_variable/{name}"].shape
+                old[f"global_center_variable/{name}/{moment}"] = np.full(shape, 5, np.float32)
+    with tf.Graph().as_default(), v1.Session() as session:
+        saver = v1.train.Saver({name: v1.Variable(value) for name, value in old.items()})
+        session.run(v1.global_variables_initializer())
+        saver.save(session, str(tmp_path / "model.ckpt"), global_step=3, write_meta_graph=False)
+
+    model = begin(made(Servers(2, 1), "agn", "adam", resource), tmp_path)
+    values = model.values()
+    same(values["center"], VALUES["agn"])
+    same(values["local"], VALUES["agn"])
+    assert values["global_step"] == 3
+    (line,) = [r.getMessage() for r in caplog.records if "starts anew" in r.getMessage()]
+    assert "beta1_power" in line
+    raw = model.session.run_step_fn(lambda step_context: step_context.session)
+    for v in model.opt.outer_variables():
+        first = {"beta1_power": 0.9, "beta2_power": 0.999}.get(v.op.name.rpartition("/")[2], 0.0)
+        assert first or "Adam" in v.op.name
+        close(raw.run(v), np.full(v.shape, first))
+    for t in (6, 7):
+        model.step(feed(model, t))
+    assert model.values()["global_step"] == 4
+    end(model)
 
 
 @pytest.mark.parametrize("saved", [True, False], ids=["saved", "unsaved"])

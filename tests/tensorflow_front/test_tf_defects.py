@@ -1,9 +1,11 @@
 """What users of the originals ran into: wrong results."""
 
+from concurrent.futures import ThreadPoolExecutor, wait
+
 import numpy as np
 import pytest
 import tensorflow as tf
-from tf_cluster import GETTERS, PERIODS, Model, Servers, close, together, wrap
+from tf_cluster import GETTERS, PERIODS, Model, Servers, close, held, together, wrap
 
 v1 = tf.compat.v1
 ways = pytest.mark.parametrize("hook", [False, True], ids=["op", "hook"])
@@ -183,6 +185,45 @@ def test_use_locking_reaches_every_update_of_the_center(rule, locking):
         Servers(1, 1), rule, 0, 1, sgd, zeros([]), True, resource=False, use_locking=locking
     )
     assert [op.get_attr("use_locking") for op in updates(model)] == [locking] * 2  # op, hook
+
+
+@ways
+@kinds
+@pytest.mark.parametrize("locking", [True, False])
+@pytest.mark.parametrize("rule", ["elastic", "agn"])
+def test_use_locking_is_a_lock_of_the_server(rule, locking, resource, hook):
+    """While another has it an exchange waits; without it nobody does."""
+    servers = Servers(1, 1)
+    options = {"communication_period": 2, "use_locking": locking, "resource": resource}
+    model = Model(servers, rule, 0, 1, sgd, zeros([]), hook, **options)
+    model.start()
+    for _ in range(2):
+        model.step()  # and everything is where it has to be
+    model.step()
+    name = {"elastic": "ElasticAverageOptimizer", "agn": "AGNOptimizer"}[rule]
+    with ThreadPoolExecutor(1) as pool:
+        with held(servers, f"springline/{name}/turn_job:ps_task:0", "/job:ps/task:0"):
+            exchange = pool.submit(model.step)
+            done, _ = wait([exchange], 0.5 if locking else 50)
+            assert bool(done) != locking
+        exchange.result()
+    assert model.values()["global_step"] == 2
+
+
+@kinds
+def test_an_exchange_sees_no_part_of_another(resource):
+    """All variables of a server are read at once, and added to at once."""
+    servers = Servers(1, 2)
+    options = {"communication_period": 1, "moving_rate": 0.5, "rho": 0.0, "resource": resource}
+    build = zeros([50_000], count=6)
+    models = [Model(servers, "elastic", k, 2, sgd, build, True, **options) for k in range(2)]
+    for model in models:
+        model.start()
+    for _ in range(20):
+        together(models, [None, None])
+        for model in models:
+            copies = np.stack(raw(model).run([trio.beside for trio in model.trios]))
+            np.testing.assert_array_equal(copies, np.full_like(copies, copies[0, 0]))
 
 
 @kinds

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,6 +14,7 @@ from tf_cluster import GETTERS, INNERS, PERIODS, Model, Servers, free_ports, tog
 from springline.center import waiting
 from springline.center.errors import RoundTimeoutError
 from springline.tensorflow import cluster
+from springline.tensorflow.cluster import Watch
 
 v1 = tf.compat.v1
 ways = pytest.mark.parametrize("hook", [False, True], ids=["op", "hook"])
@@ -163,6 +165,10 @@ def test_rounds_of_two_optimizers():
     assert values["global_step"] == 6
 
 
+def watches():
+    return sys.modules[Watch.__module__]._watches
+
+
 @pytest.mark.parametrize("rule", GETTERS)
 def test_starts_without_the_others(rule, monkeypatch):
     """`cluster()`'s config: of two workers the second never comes, and nobody asks for it."""
@@ -190,3 +196,5 @@ def test_starts_without_the_others(rule, monkeypatch):
         ) as session:
             session.run(train)
             assert session.run(loss) < 2
+            assert not watches()[-1]._resting
+    assert watches()[-1]._resting  # training has ended, and the script may go on without servers

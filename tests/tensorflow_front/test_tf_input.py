@@ -137,6 +137,40 @@ def test_timeout(rule, timeout):
         Bench(rule, timeout=timeout)
 
 
+@pytest.mark.parametrize("device", ["", "/job:worker", "/device:CPU:0"])
+@pytest.mark.parametrize(("rule", "options"), [("average", {}), ("elastic", {"synchronous": True})])
+def test_workers_that_wait_for_each_other_have_names(rule, options, device):
+    sgd = v1.train.GradientDescentOptimizer(0.1)
+    with pytest.raises(ValueError, match=rf"`num_worker` is 2.*'/job:worker/task:0'.*{device!r}"):
+        wrap(rule, sgd, 2, GETTERS[rule](device), **options)
+    wrap(rule, sgd, 1, GETTERS[rule](device), **options)
+    wrap(rule, sgd, 2, GETTERS[rule]("/job:worker/task:1"), **options)
+
+
+@rules
+@pytest.mark.parametrize("v2", [True, False], ids=["v2", "v1"])
+def test_not_inside_a_condition(rule, v2):
+    bench = Bench(rule)
+
+    def step():
+        with tf.control_dependencies([bench.opt.minimize(bench.loss, bench.step)]):
+            return tf.constant(0)
+
+    cond = tf.cond if v2 else _old_cond
+    with pytest.raises(RuntimeError, match=r"inside `tf.cond`.*Call it outside"):
+        cond(tf.constant(True), step, lambda: tf.constant(0))
+    with pytest.raises(RuntimeError, match=r"inside `tf.cond`.*`tf.function`"):
+        tf.function(step, autograph=False)()
+
+
+def _old_cond(*args):
+    v1.disable_control_flow_v2()
+    try:
+        return tf.cond(*args)
+    finally:
+        v1.enable_control_flow_v2()
+
+
 def test_averaging_needs_a_global_step():
     bench = Bench("average")
     with pytest.raises(ValueError, match=r"global_step.*get_or_create_global_step"):

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +16,6 @@ from tf_cluster import free_ports
 from tf_script import BEST
 
 from springline.launch.state import LaunchState
-from springline.tensorflow.cluster import Watch
 
 SCRIPT = Path(__file__).with_name("tf_script.py")
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "COLUMNS": "200"}
@@ -155,8 +153,9 @@ def test_elastic_nobody_waits_and_whoever_comes_joins(run):
     assert (run.path / "plot.png").exists()
 
 
-def test_average_waits_for_a_worker_that_is_restarted(run):
-    run.cluster(1, 3, "average", "--last-step", 60, "--dies-at", 5, restarts=1)
+def test_average_waits_for_a_worker_that_is_restarted_and_not_for_one_that_has_ended(run):
+    words = ["--last-step", 60, "--dies-at", 5, "--ends-at", 40]
+    run.cluster(2, 3, "average", *words, restarts=1)
     run.wait(0)
     step, center = run.saved()
     assert step == 60
@@ -165,6 +164,7 @@ def test_average_waits_for_a_worker_that_is_restarted(run):
     assert first["found_step"] == 0
     assert 5 <= second["found_step"] <= 6  # the round that it had contributed to was closed
     assert "Worker 1 was killed by SIGKILL; restart 1 of 1." in run.said()
+    assert run.lines(2, "global_step")[-1]["global_step"] == 40  # and the others went on
 
 
 @pytest.mark.slow
@@ -259,53 +259,3 @@ def test_without_the_command_a_worker_reports_a_dead_ps(tmp_path):
         assert worker.returncode == 1
         sentence = f"the parameter server /job:ps/task:0 at {addresses[0]} has been out of reach"
         assert sentence in said
-
-
-@pytest.fixture
-def listener():
-    with socket.socket() as server:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind(("127.0.0.1", 0))
-        yield server
-
-
-def address_of(server):
-    return f"127.0.0.1:{server.getsockname()[1]}"
-
-
-def test_a_watch_gives_a_server_time(listener, caplog, monkeypatch):
-    address = address_of(listener)
-    watches = [Watch({"/job:ps/task:0": address}, timeout) for timeout in (1e-9, 1e9, None)]
-    for _ in range(2):
-        assert [watch.look() for watch in watches] == [[], [], []]  # not there yet, for any time
-    listener.listen()
-    assert [watch.look() for watch in watches] == [[], [], []]
-    listener.close()
-    monkeypatch.setattr(sys.modules[Watch.__module__], "_WARN_EVERY", 0.0)
-    assert [watch.look() for watch in watches] == [[], [], []]  # the time begins now
-    gone, *waiting = [watch.look() for watch in watches]
-    assert waiting == [[], []]
-    assert f"/job:ps/task:0 at {address} has been out of reach" in gone[0]
-    assert "is out of reach since" in caplog.text
-
-
-def test_a_server_that_came_back_is_given_its_time_again(listener):
-    place = listener.getsockname()
-    watch = Watch({"/job:ps/task:0": address_of(listener)}, 1e-9)
-    listener.listen()
-    watch.look()
-    listener.close()
-    assert watch.look() == []
-    with socket.create_server(place):  # in time
-        assert watch.look() == []
-    assert watch.look() == []
-    assert len(watch.look()) == 1
-
-
-def test_a_server_that_lived_between_two_looks_is_missed_too(listener):
-    watch = Watch({"/job:ps/task:0": address_of(listener)}, 1e-9)
-    assert watch.look() == []
-    watch.answered()  # a session was made
-    assert watch.look() == []
-    (sentence,) = watch.look()
-    assert "/job:ps/task:0" in sentence

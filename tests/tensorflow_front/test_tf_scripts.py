@@ -90,6 +90,53 @@ def test_a_name_scope_of_its_own_does_not_part_a_worker_from_the_round(hook):
     assert [model.values()["center"]["v"] for model in models] == [1.5, 1.5]
 
 
+@pytest.mark.parametrize("hook", [False, True], ids=["op", "hook"])
+@pytest.mark.parametrize("rule", RULES)
+def test_two_train_operations_of_one_optimizer_count_for_themselves(rule, hook):
+    """As for a generator and its critic, which takes more steps."""
+
+    def build(model):
+        model.u = v1.get_variable("u", [], initializer=v1.zeros_initializer())
+        return [(tf.constant(-1.0), v1.get_variable("v", [], initializer=v1.zeros_initializer()))]
+
+    model = Model(Servers(1, 1), rule, 0, 1, sgd, build, hook, **{PERIODS[rule]: 2})
+    with model.graph.as_default():
+        other = model.opt.apply_gradients([(tf.constant(-1.0), model.u)], model.global_step)
+        model.locals = v1.local_variables_initializer()
+    model.start()
+    for step, exchanges in [(model.train, 0), (other, 0), (model.train, 1), (other, 2), (other, 2)]:
+        model.session.run(step)
+        assert model.values()["global_step"] == exchanges
+    model.session.run([model.train, other])
+    assert model.values()["global_step"] == 3
+
+
+@pytest.mark.parametrize("scale", [4.0, "dynamic"])
+def test_agn_with_a_loss_scale_has_two_optimizers(scale):
+    """The center's is that inside, one of its own."""
+
+    def build(model):
+        return tf.square(v1.get_variable("v", [], initializer=v1.ones_initializer()))
+
+    def inner():
+        return v1.mixed_precision.MixedPrecisionLossScaleOptimizer(INNERS["momentum"](0.1), scale)
+
+    model = started(Model(None, "agn", 0, 1, inner, build, communication_period=2))
+    (outer,) = model.opt._outers.values()
+    assert type(outer) is v1.train.MomentumOptimizer
+    assert outer is not model.opt._opt._optimizer
+    with model.graph.as_default():
+        assert [v.op.name for v in outer.variables()] == ["global_center_variable/v/Momentum"]
+    x = [1.0]  # momentum on the worker
+    m = 0.0
+    for _ in range(2):
+        m = 0.9 * m + 2 * x[-1]
+        x.append(x[-1] - 0.1 * m)
+    for _ in range(2):
+        model.step()
+    close(model.values()["center"]["v"], 1 - 0.1 * (2 * x[0] + 2 * x[1]) / 2)
+
+
 def test_agn_goes_on_after_a_gradient_that_was_not_finite():
     def build(model):
         v = v1.get_variable("v", [], initializer=v1.zeros_initializer())

@@ -1,5 +1,6 @@
 """What a step does and what not: no talk with servers, no penalty of nothing; under the hook."""
 
+import numpy as np
 import pytest
 import tensorflow as tf
 from tf_cluster import GETTERS, PERIODS, Model, Servers, wrap
@@ -63,13 +64,14 @@ def test_local_step_touches_no_server(rule, hook, resource):
     assert model.values()["global_step"] == 2
 
 
-def test_no_penalty_no_operation():
+@pytest.mark.parametrize("rho", [0, 0.0, np.float32(0), np.float64(0), np.zeros([])], ids=repr)
+def test_no_penalty_no_operation(rho):
     """With ρ = 0 there is nothing but the gradients, and those of embeddings stay sparse."""
     with tf.Graph().as_default() as graph:
         getter = GETTERS["elastic"]("")
         with v1.variable_scope("", custom_getter=getter):
             table = v1.get_variable("table", [10, 2])
-        opt = wrap("elastic", sgd(), 1, getter, rho=0.0)
+        opt = wrap("elastic", sgd(), 1, getter, rho=rho)
         loss = tf.reduce_sum(tf.nn.embedding_lookup(table, [1, 3]))
         before = len(graph.get_operations())
         sgd().compute_gradients(loss)

@@ -5,6 +5,7 @@ import ctypes
 import os
 import socket
 import subprocess
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
@@ -214,6 +215,29 @@ class Model:
         local = {t.local.op.name: t.local for t in self.trios}
         center = {t.local.op.name: t.center for t in self.trios}
         return raw.run({"local": local, "center": center, "global_step": self.global_step})
+
+
+@contextlib.contextmanager
+def held(servers, shared_name, device):
+    """Have the lock of this name on a server, so that whoever wants it waits."""
+    has, let_go = threading.Event(), threading.Event()
+
+    def wait():
+        has.set()
+        let_go.wait()
+        return np.int32(0)
+
+    with tf.Graph().as_default() as graph, v1.device(device):
+        section = tf.CriticalSection(shared_name=shared_name)
+        run = section.execute(lambda: tf.numpy_function(wait, [], tf.int32))
+    with servers.session(0, graph) as session, ThreadPoolExecutor(1) as pool:
+        holding = pool.submit(session.run, run)
+        try:
+            assert has.wait(30)
+            yield
+        finally:
+            let_go.set()
+            holding.result()
 
 
 def together(models, feeds):

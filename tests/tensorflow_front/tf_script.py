@@ -96,7 +96,8 @@ def train(args, place):
             if place.task == 1 and count >= args.dies_at and not (args.run / "died").exists():
                 (args.run / "died").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
-            if session.should_stop():
+            ends = place.task == place.num_worker - 1 and count >= args.ends_at
+            if ends or session.should_stop():
                 break
             time.sleep(args.pause)
 
@@ -115,6 +116,7 @@ def main():
     add("--last-waits", action="store_true", help="the last worker waits for RUN/come")
     add("--last-leaves", action="store_true", help="the last worker does nothing")
     add("--dies-at", type=float, default=float("inf"), help="worker 1 once, at this global step")
+    add("--ends-at", type=float, default=float("inf"), help="the last worker, at this global step")
     args = parser.parse_args()
     args.run = springline.directory()
     place = cluster(ps_timeout=args.ps_timeout)

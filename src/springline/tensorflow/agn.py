@@ -10,9 +10,9 @@ import tensorflow as tf
 
 from springline.rules import AGN, Rule
 from springline.tensorflow.getter import AGNCustomGetter, Trio, Variable, v1
-from springline.tensorflow.optimizer import Call, CenterOptimizer
+from springline.tensorflow.optimizer import CenterOptimizer
 from springline.tensorflow.outer import outer_like
-from springline.tensorflow.shards import Shard, Tensor, after, finite
+from springline.tensorflow.shards import Call, Shard, Tensor, after, finite
 
 
 class AGNOptimizer(CenterOptimizer):
@@ -26,7 +26,8 @@ class AGNOptimizer(CenterOptimizer):
         num_worker: how many workers there are.
         custom_getter: the getter that the model's variables were made with; None in eager mode.
         communication_period: τ, local steps between two exchanges.
-        use_locking: whether a step of the center is made under a lock, server by server.
+        use_locking: whether a step of the center, and the read that follows it, are made under a
+            lock, server by server. Without it other workers' steps may come in between.
         name: of the operations.
     """
 
@@ -44,7 +45,6 @@ class AGNOptimizer(CenterOptimizer):
         period = ("communication_period", communication_period)
         super().__init__(optimizer, num_worker, custom_getter, period, use_locking, name, None)
         self._outers: dict[str, Any] = {}  # by the shard's device
-        self._turns: dict[str, Any] = {}
         if self._eager:
             self._core_rule()  # refuses what it could not do later
 
@@ -61,8 +61,11 @@ class AGNOptimizer(CenterOptimizer):
 
     def variables(self) -> list[Variable]:
         """Return all variables of both optimizers' state."""
-        outers = (v for outer in self._outers.values() for v in outer.variables())
-        return [*super().variables(), *outers]
+        return [*super().variables(), *self.outer_variables()]
+
+    def outer_variables(self) -> list[Variable]:
+        """Return the variables of the center's optimizer."""
+        return [v for outer in self._outers.values() for v in outer.variables()]
 
     def _start(self, trio: Trio, c: Tensor) -> list[Any]:
         return [trio.local.assign(c), _clear(trio)]
@@ -77,14 +80,8 @@ class AGNOptimizer(CenterOptimizer):
 
     def _build(self, shards: Sequence[Shard], name: str) -> None:
         for device in [shard.device for shard in shards if shard.trios]:
-            if device in self._outers:
-                continue
-            self._outers[device] = _twin(self._opt, self._locking)
-            if self._locking:
-                place = device.strip("/").replace("/", "_")
-                with v1.device(device):
-                    shared = f"springline/{self.get_name()}/turn_{place}"
-                    self._turns[device] = tf.CriticalSection(shared_name=shared)
+            if device not in self._outers:
+                self._outers[device] = _twin(self._opt, self._locking)
 
     def _exchange(self, shards: Sequence[Shard], call: Call) -> Tensor:
         """Push `a/τ`, pull `c`."""
@@ -109,7 +106,7 @@ class AGNOptimizer(CenterOptimizer):
         if not shard.trios:
             return [after(shard.count())]
 
-        def take() -> list[Tensor]:
+        def take(*means: Tensor) -> list[Tensor]:
             outer = self._outers[shard.device]
             step = outer.apply_gradients(list(zip(means, shard.centers, strict=True)))
             with tf.control_dependencies([step]):
@@ -117,17 +114,21 @@ class AGNOptimizer(CenterOptimizer):
             with tf.control_dependencies([step, *counted]):
                 return [*map(tf.identity, shard.read()), tf.constant(0)]
 
-        turn = self._turns.get(shard.device)
-        if turn is None:
-            return take()
-        with tf.control_dependencies(means):
-            return list(turn.execute(take, exclusive_resource_access=False))
+        return self._turns.take(shard, take, means)
 
 
 def _twin(opt: Any, use_locking: bool) -> Any:
-    """Return an optimizer of the same kind and settings, without any state."""
+    """Return an optimizer of the same kind and settings, without any state.
+
+    What scales a loss has nothing to do with the center: there it is the optimizer inside.
+    """
+    if isinstance(opt, v1.mixed_precision.MixedPrecisionLossScaleOptimizer):
+        return _twin(opt._optimizer, use_locking)
     twin = copy.copy(opt)
     v1.train.Optimizer.__init__(twin, use_locking, opt.get_name())
+    for name, inside in vars(opt).items():  # of one that wraps another
+        if isinstance(inside, v1.train.Optimizer):
+            setattr(twin, name, _twin(inside, use_locking))
     return twin
 
 

@@ -1,9 +1,4 @@
-"""Model averaging on parameter servers.
-
-A round, on each server by itself: every worker's variables are added to accumulators, the worker's
-name and the number of the round go into a table, and whoever comes last sets the centers to the
-means. A worker that was restarted after it had contributed does not contribute twice.
-"""
+"""Model averaging on parameter servers."""
 
 from __future__ import annotations
 
@@ -15,85 +10,27 @@ import tensorflow as tf
 from springline.center.waiting import wait_until
 from springline.rules import ModelAverage, Rule
 from springline.tensorflow.getter import ModelAverageCustomGetter, v1
-from springline.tensorflow.members import Members, Table, wait_in_graph
-from springline.tensorflow.optimizer import Call, CenterOptimizer, GradsAndVars
-from springline.tensorflow.shards import Shard, Tensor, after, direct, finite, only_if
-
-_raw = tf.raw_ops
-_CLOSED = "rounds closed"
-
-
-class Rounds:
-    """The rounds of one shard."""
-
-    def __init__(self, shard: Shard, members: Members, name: str) -> None:
-        self._shard = shard
-        self._members = members
-        self._table = Table(shard, f"{name}/rounds")
-        with v1.device(shard.device):
-            self._turn = tf.CriticalSection(shared_name=f"springline/{name}/turn")
-            self._sums = [
-                _raw.ResourceConditionalAccumulator(
-                    dtype=center.dtype.base_dtype,
-                    shape=center.shape,
-                    shared_name=f"springline/{name}/{center.op.name}",
-                )
-                for center in shard.centers
-            ]
-
-    def contribute(self, *values: Tensor) -> list[Tensor]:
-        """Body: take part in the open round, once, and close it if all have. Return its number."""
-        with tf.control_dependencies(values):  # so that nobody has the turn while values travel
-            here = [tf.identity(value) for value in values]
-        with tf.control_dependencies(here):
-            number = self._turn.execute(lambda: self._add(here), exclusive_resource_access=False)
-        return [number]
-
-    def _add(self, values: Sequence[Tensor]) -> Tensor:
-        table, mine = self._table, self._members.task
-        number = table[_CLOSED] + 1
-
-        def add() -> Tensor:
-            sums = [
-                _raw.ResourceAccumulatorApplyGradient(
-                    handle=handle, local_step=tf.int64.max, gradient=value
-                )
-                for handle, value in zip(self._sums, values, strict=True)
-            ]
-            with tf.control_dependencies(sums):
-                return after([table.put(mine, number)])
-
-        with tf.control_dependencies([only_if(table[mine] < number, add)]):
-            names, numbers = table.all()
-            here = tf.equal(numbers, number) & tf.not_equal(names, _CLOSED)
-            count = tf.reduce_sum(tf.cast(here, tf.int32))
-        with tf.control_dependencies(
-            [only_if(count >= self._members.workers, lambda: self._close(number))]
-        ):
-            return tf.identity(number)
-
-    def _close(self, number: Tensor) -> Tensor:
-        means = [
-            center.assign(
-                _raw.ResourceAccumulatorTakeGradient(
-                    handle=handle, num_required=1, dtype=center.dtype.base_dtype
-                )
-            )
-            for handle, center in zip(self._sums, self._shard.centers, strict=True)
-        ]
-        with tf.control_dependencies([*means, *self._shard.count()]):
-            return after([self._table.put(_CLOSED, number)])
-
-    def look(self, number: Tensor) -> list[Tensor]:
-        """Body: whether a round is closed, and who is missing in it."""
-        names, numbers = self._table.all()
-        return [self._table[_CLOSED] >= number, self._members.missing(names, numbers, number)]
+from springline.tensorflow.members import Members, wait_in_graph
+from springline.tensorflow.optimizer import CenterOptimizer
+from springline.tensorflow.pairs import GradsAndVars
+from springline.tensorflow.rounds import Rounds, since_start
+from springline.tensorflow.shards import (
+    Call,
+    Shard,
+    Tensor,
+    after,
+    all_finite,
+    direct,
+    refuse_unless,
+)
 
 
 class ModelAverageOptimizer(CenterOptimizer):
     """Every `interval_steps` steps all workers meet and go on from the mean of their variables.
 
-    Synchronous: a round waits for every worker. `global_step` counts the rounds.
+    Synchronous: a round waits for every worker, but not for those whose session has ended (under
+    the hook). `global_step` counts the rounds. A worker with NaN or Inf stays out of that round: it
+    fails, and the others go on.
 
     Args:
         opt: the optimizer of the local steps, any of `tf.compat.v1.train`.
@@ -101,7 +38,8 @@ class ModelAverageOptimizer(CenterOptimizer):
         is_chief: whether this is the chief.
         ma_custom_getter: the getter that the model's variables were made with; None in eager mode.
         interval_steps: τ, local steps between two rounds.
-        use_locking: whether updates of the center are made under a lock.
+        use_locking: makes no difference: on each server a round is taken part in and closed under a
+            lock, whatever it is.
         name: of the operations.
         timeout: seconds after which a round fails and names who is missing. Without it a warning
             names them every 30 seconds.
@@ -125,8 +63,11 @@ class ModelAverageOptimizer(CenterOptimizer):
         super().__init__(opt, num_worker, ma_custom_getter, period, use_locking, name, timeout)
         self._is_chief = is_chief
         self._rule = ModelAverage(period=self._period, workers=self._num_worker)
-        self._members = Members(self._getter.task, self._num_worker)
+        if not self._eager:
+            self._members = Members(self._getter.worker_device, self._num_worker)
         self._rounds: dict[Shard, Rounds] = {}
+        self._leave: list[Tensor] = []
+        self._come_back: list[Tensor] = []
 
     def get_init_op(self) -> Any:
         """Return the operation that sets this worker's variables to the center.
@@ -168,50 +109,74 @@ class ModelAverageOptimizer(CenterOptimizer):
             self._rounds[shard] = Rounds(shard, self._members, name)
 
     def _exchange(self, shards: Sequence[Shard], call: Call) -> Tensor:
-        waits = []
-        for shard, number in zip(shards, self._contribute(shards, call), strict=True):
-            look = self._rounds[shard].look
+        number = self._contribute(shards, call)
+        first = shards[0]
 
-            def ask(shard: Shard = shard, number: Tensor = number, look: Any = look) -> Any:
-                return tuple(self._reach(shard, look, [number]))
+        def look() -> tuple[Tensor, ...]:
+            return tuple(self._reach(first, self._rounds[first].look, [number]))
 
-            waits.append(wait_in_graph(ask, self._timeout, "the round"))
-        with tf.control_dependencies(waits):
+        with tf.control_dependencies([wait_in_graph(look, self._timeout, "the round")]):
             return self._adopt(shards, call)
 
     def _own_run(self, shards: Sequence[Shard]) -> Any:
-        numbers = [v1.placeholder(tf.int64, []) for _ in shards]
-        looks = [
-            direct(shard, self._rounds[shard].look, [number])
-            for shard, number in zip(shards, numbers, strict=True)
-        ]
-        return self._contribute(shards, direct), numbers, looks, self._adopt(shards, direct)
+        first, *others = shards
+        this = v1.placeholder(tf.int64, [])
+        look = direct(first, self._rounds[first].look, [this])
+        left = [direct(shard, self._rounds[shard].leave)[0] for shard in others]
+        with tf.control_dependencies(left):
+            self._leave += direct(first, self._rounds[first].leave)
+        back = direct(first, self._rounds[first].come_back)
+        with tf.control_dependencies(back):
+            back += [direct(shard, self._rounds[shard].come_back)[0] for shard in others]
+        self._come_back += back
+        return self._contribute(shards, direct), this, look, self._adopt(shards, direct)
 
     def exchange_in(self, session: Any, exchange: Any) -> None:
         """Take part in a round, in runs of its own."""
-        contribute, numbers, looks, adopt = exchange
+        contribute, number, look, adopt = exchange
         this = session.run(contribute)
         missing: set[str] = set()
 
         def done() -> bool:
-            seen = session.run(looks, dict(zip(numbers, this, strict=True)))
+            closed, names = session.run(look, {number: this})
             missing.clear()
-            missing.update(name.decode() for _, names in seen for name in names)
-            return all(closed for closed, _ in seen)
+            missing.update(name.decode() for name in names)
+            return bool(closed)
 
-        wait_until(done, lambda: missing, self._timeout, f"round {this[0]}")
+        wait_until(done, lambda: missing, self._timeout, f"round {since_start(this)}")
         session.run(adopt)
 
-    def _contribute(self, shards: Sequence[Shard], call: Call) -> list[Tensor]:
-        """Push `x`."""
-        return [
-            call(
-                shard,
-                self._rounds[shard].contribute,
-                [finite(trio.local.read_value(), trio.local) for trio in shard.trios],
-            )[0]
-            for shard in shards
-        ]
+    def start_in(self, session: Any) -> None:
+        """Be a member again, if a session before this one has left."""
+        session.run(self._come_back)
+
+    def end_in(self, session: Any, options: Any) -> None:
+        """Leave, so that the others' rounds go on."""
+        session.run(self._leave, options=options)
+
+    def _contribute(self, shards: Sequence[Shard], call: Call) -> Tensor:
+        """Push `x`; return the number of the round.
+
+        The first server numbers the rounds for all of them. It is the last to be told, so that what
+        is closed there is closed everywhere.
+        """
+        first, *others = shards
+        values = {shard: [trio.local.read_value() for trio in shard.trios] for shard in shards}
+        finite = [all_finite(x) for shard in shards for x in values[shard]]
+        good = tf.reduce_all(finite)
+        (number,) = call(first, self._rounds[first].open)
+
+        def push(shard: Shard) -> list[Tensor]:
+            return call(shard, self._rounds[shard].contribute, [number, good, *values[shard]])
+
+        told = [done for shard in others for done in push(shard)]
+        with tf.control_dependencies(told):
+            told = push(first)
+        with tf.control_dependencies(told):  # only now: nobody waits for this worker
+            trios = (trio for shard in shards for trio in shard.trios)
+            checks = [refuse_unless(f, trio.local) for f, trio in zip(finite, trios, strict=True)]
+        with tf.control_dependencies(checks):
+            return tf.identity(number)
 
     def _adopt(self, shards: Sequence[Shard], call: Call) -> Tensor:
         """Pull the mean."""

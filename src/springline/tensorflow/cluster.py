@@ -45,6 +45,11 @@ class Cluster:
         return self.job == "worker" and self.task == 0
 
     @property
+    def rank(self) -> int:
+        """Its number among all workers: the chief is 0 if there is one, and workers follow it."""
+        return self.task + (self.job == "worker" and "chief" in self.spec.jobs)
+
+    @property
     def num_worker(self) -> int:
         """How many workers there are, the chief among them."""
         return sum(self.spec.num_tasks(job) for job in self.spec.jobs if job != "ps") or 1
@@ -79,7 +84,9 @@ def cluster(serve: bool = True, ps_timeout: float | None = 60.0) -> Cluster:
     So a worker watches them: once one that could be reached has not been for `ps_timeout` seconds,
     a sentence that names it goes to stderr and the process ends at once, with status 1. One that
     comes back in time is empty, and a `MonitoredTrainingSession` of the chief restores its last
-    checkpoint. Under `springline run` a parameter server that dies ends the run without delay.
+    checkpoint. Training that has ended (the hook says so) needs them no more, and whatever the
+    script does then goes on without them. Under `springline run` a parameter server that dies ends
+    the run without delay.
 
     Args:
         serve: whether a parameter server serves here and now; then this does not return.
@@ -117,8 +124,16 @@ def cluster(serve: bool = True, ps_timeout: float | None = 60.0) -> Cluster:
     return Cluster(spec, job, task, server)
 
 
+def has_chief() -> bool:
+    """Whether the cluster of `TF_CONFIG` has a chief beside its workers."""
+    try:
+        return "chief" in json.loads(os.environ["TF_CONFIG"])["cluster"]
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
 class Watch:
-    """Looks whether the parameter servers can be reached.
+    """Looks whether the parameter servers can be reached, until training ends.
 
     Args:
         servers: their addresses, by name.
@@ -126,7 +141,10 @@ class Watch:
     """
 
     def __init__(self, servers: Mapping[str, str], timeout: float | None) -> None:
-        self._servers = servers
+        self._servers = {n: address for n, address in servers.items() if _parted(address)}
+        for name in servers.keys() - self._servers.keys():
+            _log.warning("%s at %r has no port, so it is not watched.", name, servers[name])
+        self._resting = False
         self._timeout = timeout
         self._start = time.monotonic()
         self._reached: set[str] = set()  # at any time
@@ -134,10 +152,11 @@ class Watch:
         self._warned = dict.fromkeys(servers, self._start)
 
     def keep(self) -> NoReturn:
-        """Look for ever, and end the process when one is gone."""
+        """Look for ever, and end the process when one is gone that is needed."""
         while True:
-            for sentence in self.look():
-                print(f"springline: {sentence}", file=sys.stderr, flush=True)
+            sentences = [] if self._resting else self.look()
+            if sentences and not self._resting:
+                print(f"springline: {sentences[0]}", file=sys.stderr, flush=True)
                 os._exit(1)  # the main thread waits in a call that no exception reaches
             time.sleep(_LOOK)
 
@@ -145,6 +164,11 @@ class Watch:
         """Take it from a session that all have been reached, also between two looks."""
         self._reached.update(self._servers)
         self._lost.clear()
+        self._resting = False
+
+    def rest(self) -> None:
+        """Look no more, until a session is made again."""
+        self._resting = True
 
     def look(self) -> list[str]:
         """Look at each once; return a sentence for each that is gone, warn of those that may be."""
@@ -181,11 +205,25 @@ def servers_answered() -> None:
         watch.answered()
 
 
+def servers_not_needed() -> None:
+    """Tell the watch of this process, if there is one, that training has ended."""
+    for watch in _watches:
+        watch.rest()
+
+
 def reachable(address: str) -> bool:
     """Whether somebody listens at a host and port."""
-    host, _, port = address.rpartition(":")
+    place = _parted(address)
+    if place is None:
+        return False
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=_LOOK) as found:
+        with socket.create_connection(place, timeout=_LOOK) as found:
             return bool(found.getsockname() != found.getpeername())  # not by chance ourselves
     except OSError:
         return False
+
+
+def _parted(address: str) -> tuple[str, int] | None:
+    """Return host and port of an address that has both."""
+    host, _, port = address.rpartition(":")
+    return (host.strip("[]"), int(port)) if host and port.isdecimal() else None

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from springline import run as runs
 from springline.center import LocalCenter
 from springline.center.checkpoint import write_tensors
+from springline.tensorflow.eager_variables import first_value, ref_of, unique_names
 from springline.tensorflow.getter import Trio, Variable
 from springline.tensorflow.outer import rate_of
 from springline.worker import Worker, finish_at_exit
@@ -29,12 +30,6 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 Pairs = list[tuple[Any, Variable]]
-_INSTEAD = {
-    "make_session_run_hook": "`minimize` exchanges by itself, and `finish()` makes the last "
-    "exchange",
-    "swapping_saver": "`save_center(path)` writes the center under the variables' names",
-    "get_init_op": "the first `minimize` or `compute_gradients` sets the variables to the center",
-}
 
 
 class EagerCenter:
@@ -93,7 +88,7 @@ class EagerCenter:
 
     def attach(self, variables: Iterable[Any]) -> bool:
         """Make the worker of these variables, once; return whether that gave them other values."""
-        new = {_ref(v): v for v in variables if _ref(v) not in self._names}
+        new = {ref_of(v): v for v in variables if ref_of(v) not in self._names}
         if not new:
             return False
         if self._worker is not None:
@@ -106,7 +101,7 @@ class EagerCenter:
             return self._join(unique_names(new.values()))
 
     def _join(self, variables: dict[str, Variable]) -> bool:
-        values = {name: _value(v) for name, v in variables.items()}
+        values = {name: first_value(v) for name, v in variables.items()}
         optimizer = self._optimizer
         self._worker = worker = Worker(
             values,
@@ -263,40 +258,3 @@ class EagerCenter:
     def save_center(self, path: str | Path) -> None:
         """Write the center as safetensors, under the variables' names."""
         write_tensors(Path(path), self.worker.center.values(), {})
-
-
-def no_meaning(method: str) -> RuntimeError:
-    """Return the error for a method that graphs have."""
-    return RuntimeError(f"In eager mode there is no `{method}`: {_INSTEAD[method]}.")
-
-
-def unique_names(variables: Iterable[Variable]) -> dict[str, Variable]:
-    """Name variables: in eager mode several may have the same name, and get a number."""
-    named: dict[str, Variable] = {}
-    for v in variables:
-        base = name = v.name.partition(":")[0]
-        number = 0
-        while name in named:
-            number += 1
-            name = f"{base}_{number}"
-        named[name] = v
-    return named
-
-
-def _ref(variable: Any) -> Any:
-    if not isinstance(variable, tf.Variable):
-        raise TypeError(
-            f"`var_list` must hold tf.Variables. Received: {type(variable).__name__}. For a Keras "
-            "model, whose variables are not, leave it out: those that the loss reads are found."
-        )
-    return variable.ref()
-
-
-def _value(variable: Variable) -> Array:
-    if not variable.is_initialized():
-        raise ValueError(
-            f"{variable.name!r} is made inside the tf.function that trains it, too late to start "
-            "from the center. Make the model before, for instance by calling it once."
-        )
-    value: Array = variable.numpy()
-    return value

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from springline.rules import ElasticAverage, Rule
 from springline.tensorflow.getter import ElasticAverageCustomGetter, Trio, Variable
 from springline.tensorflow.members import Barrier, Members
-from springline.tensorflow.optimizer import Call, CenterOptimizer, GradsAndVars
-from springline.tensorflow.shards import Shard, Tensor, after, direct, finite
+from springline.tensorflow.optimizer import CenterOptimizer
+from springline.tensorflow.pairs import GradsAndVars
+from springline.tensorflow.shards import Body, Call, Shard, Tensor, after, direct, finite
 
 
 class ElasticAverageOptimizer(CenterOptimizer):
@@ -30,7 +32,12 @@ class ElasticAverageOptimizer(CenterOptimizer):
         rho: the exploration penalty, `ρ·½‖x − c̃‖²` in the loss, with `c̃` the center as it was at
             the last exchange. The default is α divided by the learning rate. 0 costs nothing, and
             is advised for asynchronous runs.
-        use_locking: whether updates of the center are made under a lock.
+        use_locking: whether a worker reads all its centers of a server at once, and adds to all of
+            them at once, each under a lock of the server that all workers share: no exchange sees
+            a part of another's. The lock is not held while anything travels: others may add
+            between the read and the add, and `x + c` is conserved all the same. Without it centers
+            are read and added to one by one as they come (each addition is whole with resource
+            variables; with reference variables two may mix).
         synchronous: whether all workers wait for each other before the first step.
         name: of the operations.
         timeout: seconds to wait for others before the first step, if `synchronous`.
@@ -55,6 +62,7 @@ class ElasticAverageOptimizer(CenterOptimizer):
     ) -> None:
         period = ("communication_period", communication_period)
         super().__init__(opt, num_worker, ea_custom_getter, period, use_locking, name, timeout)
+        moving_rate, rho = _plain(moving_rate), _plain(rho)
         α = self.BETA / self._period / num_worker if moving_rate is None else moving_rate
         rate = rho if rho is not None else _rate_of(opt, α)
         self._rule = ElasticAverage(
@@ -67,6 +75,8 @@ class ElasticAverageOptimizer(CenterOptimizer):
         self._rho = rate
         self._default_rho = rho is None
         self._synchronous = synchronous
+        if synchronous and not self._eager:
+            self._members = Members(self._getter.worker_device, self._num_worker)
         self._barrier: Barrier | None = None
 
     def get_init_op(self, task_index: int) -> Any:
@@ -93,8 +103,7 @@ class ElasticAverageOptimizer(CenterOptimizer):
             self._barrier.wait_in(session, self._timeout)
 
     def _make_barrier(self) -> Barrier:
-        members = Members(self._getter.task, self._num_worker)
-        return Barrier(members, self.first_shard(), self.get_name())
+        return Barrier(self._members, self.first_shard(), self.get_name())
 
     def _core_rule(self) -> Rule:
         return self._rule
@@ -124,14 +133,9 @@ class ElasticAverageOptimizer(CenterOptimizer):
         """Pull `c`, push `δ`."""
         done = []
         for shard in shards:
-            centers = call(shard, shard.read) if shard.trios else []
-            deltas = [
-                finite(
-                    (trio.local.read_value() - c) * tf.constant(self._rule.alpha, c.dtype),
-                    trio.local,
-                )
-                for trio, c in zip(shard.trios, centers, strict=True)
-            ]
+
+            def read(shard: Shard = shard) -> list[Tensor]:
+                return self._turns.take(shard, shard.read)
 
             def add(*deltas: Tensor, shard: Shard = shard) -> list[Tensor]:
                 sums = [
@@ -141,9 +145,22 @@ class ElasticAverageOptimizer(CenterOptimizer):
                 with tf.control_dependencies(sums):
                     return [after(shard.count())]
 
-            added = call(shard, add, deltas)
-            # Directly, each δ goes its own way, both sides of it; a call takes all or none.
-            with tf.control_dependencies([] if call is direct else added):
+            def add_in_turn(*deltas: Tensor, shard: Shard = shard, add: Body = add) -> list[Tensor]:
+                return self._turns.take(shard, add, deltas)
+
+            centers = call(shard, read) if shard.trios else []
+            deltas = [
+                finite(
+                    (trio.local.read_value() - c) * tf.constant(self._rule.alpha, c.dtype),
+                    trio.local,
+                )
+                for trio, c in zip(shard.trios, centers, strict=True)
+            ]
+            added = call(shard, add_in_turn, deltas)
+            # Directly and without a lock, each δ goes its own way, both sides of it; else all or
+            # none do.
+            all_ = deltas if self._locking else []
+            with tf.control_dependencies(all_ if call is direct else added):
                 for trio, c, δ in zip(shard.trios, centers, deltas, strict=True):
                     done += [trio.local.assign_sub(δ), trio.beside.assign(c)]
             done += added
@@ -153,7 +170,7 @@ class ElasticAverageOptimizer(CenterOptimizer):
 def _rate_of(opt: Any, α: float) -> Any:
     """Return the default ρ, `α / learning_rate`; 0 where nothing is learned."""
     rate = getattr(opt, "_learning_rate", getattr(opt, "_lr", None))
-    rate = rate() if callable(rate) else rate
+    rate = _plain(rate() if callable(rate) else rate)
     if rate is None:
         raise ValueError(
             f"The default of `rho` is moving_rate / learning_rate, but {type(opt).__name__} has no "
@@ -163,3 +180,8 @@ def _rate_of(opt: Any, α: float) -> Any:
         return α / rate if rate else 0.0
     rate = tf.convert_to_tensor(rate)
     return tf.math.divide_no_nan(tf.cast(α, rate.dtype), rate)
+
+
+def _plain(number: Any) -> Any:
+    """Return a number of numpy's as Python's, anything else as it is."""
+    return number.item() if isinstance(number, np.generic | np.ndarray) else number

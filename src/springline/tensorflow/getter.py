@@ -109,12 +109,6 @@ class CustomGetter:
         graph = v1.get_default_graph()
         return [trio for trio in self._trios.values() if trio.local.graph is graph]
 
-    @property
-    def task(self) -> str:
-        """This worker, as others see it: `/job:worker/task:1`."""
-        spec = v1.DeviceSpec.from_string(self.worker_device)
-        return f"/job:{spec.job or 'worker'}/task:{spec.task or 0}"
-
 
 class ElasticAverageCustomGetter(CustomGetter):
     """For `ElasticAverageOptimizer`: beside each variable its worker's last copy of the center."""

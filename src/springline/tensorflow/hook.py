@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import time
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import tensorflow as tf
 
 from springline.run import note_worker
-from springline.tensorflow.cluster import servers_answered
+from springline.tensorflow.cluster import servers_answered, servers_not_needed
 from springline.tensorflow.getter import v1
-from springline.tensorflow.members import Table
+from springline.tensorflow.members import Table, pause
 from springline.tensorflow.saver import JoiningSaver
 from springline.tensorflow.shards import after, direct, only_if
 
 if TYPE_CHECKING:
-    from springline.tensorflow.optimizer import CenterOptimizer, Step
+    from springline.tensorflow.optimizer import CenterOptimizer
+    from springline.tensorflow.step import Step
 
+_log = logging.getLogger("springline")
 PATIENCE = 20.0  # seconds that a worker waits for the chief before TensorFlow's own, longer pause
 PAUSE = 0.1
+FAREWELL = 10.0  # seconds for the servers to hear that this worker ends
 
 
 class CenterHook(v1.train.SessionRunHook):
@@ -48,7 +50,8 @@ class CenterHook(v1.train.SessionRunHook):
             if not v1.get_collection(keys.SAVERS):
                 centers = [trio.center for trio in self._optimizer._getter.trios()]
                 alive = tf.reduce_all([v1.is_variable_initialized(c) for c in centers])
-                saver = JoiningSaver(alive, sharded=True, allow_empty=True)
+                outer = self._optimizer.outer_variables()
+                saver = JoiningSaver(alive, outer, sharded=True, allow_empty=True)
                 v1.add_to_collection(keys.SAVERS, saver)
         elif not v1.get_collection(keys.READY_FOR_LOCAL_INIT_OP):
             v1.add_to_collection(keys.READY_FOR_LOCAL_INIT_OP, self._ready.missing())
@@ -77,6 +80,15 @@ class CenterHook(v1.train.SessionRunHook):
             self.local_step = int(count)
             if count % self._optimizer._period == 0:
                 self._optimizer.exchange_in(run_context.session, step.exchange)
+
+    def end(self, session: Any) -> None:
+        """Leave the center. Whether its servers live does not matter any more."""
+        options = v1.RunOptions(timeout_in_ms=int(FAREWELL * 1000))
+        try:
+            self._optimizer.end_in(session, options)
+        except tf.errors.OpError as error:
+            _log.warning("The servers could not be told that this worker ends: %s", error.message)
+        servers_not_needed()
 
     def _steps_in(self, run_context: Any) -> list[Step]:
         """Return the local steps that a run makes."""
@@ -116,21 +128,15 @@ class Ready:
         """Return the names of the variables that are not initialised, after waiting for them."""
         most = int(PATIENCE / PAUSE)
 
-        def pause(tries: Any, _: Any) -> Any:
-            waited = tf.ensure_shape(tf.numpy_function(_pause, [tries], tf.int32), [])
-            with tf.control_dependencies([waited]):
-                return waited, self._call(self._shard, lambda: [self._table["center"]])[0]
+        def look(tries: Any, _: Any) -> Any:
+            seconds = tf.where(tries > 0, PAUSE, 0.0)  # not before the first look
+            with tf.control_dependencies([pause(seconds)]):
+                return tries + 1, self._call(self._shard, lambda: [self._table["center"]])[0]
 
         ready = tf.constant(0, tf.int64)
-        loop = tf.while_loop(lambda t, ready: (t < most) & (ready < 1), pause, [-1, ready])
+        loop = tf.while_loop(lambda t, ready: (t < most) & (ready < 1), look, [0, ready])
         with tf.control_dependencies(loop):
             return v1.report_uninitialized_variables(v1.global_variables())
-
-
-def _pause(tries: Any) -> Any:
-    if tries >= 0:  # not before the first look
-        time.sleep(PAUSE)
-    return np.int32(tries + 1)
 
 
 def _ancestors(elements: Any) -> set[Any]:

@@ -12,10 +12,12 @@ from typing import Any
 import tensorflow as tf
 
 from springline.center.waiting import WARN_EVERY, wait_until
+from springline.tensorflow.cluster import has_chief
 from springline.tensorflow.getter import v1
 from springline.tensorflow.shards import Shard, Tensor, after, direct, only_if
 
 _raw = tf.raw_ops
+FIRST_PAUSE, LONGEST_PAUSE = 50e-6, 5e-3  # seconds
 
 
 class Table:
@@ -33,10 +35,12 @@ class Table:
             table_handle=self._handle, keys=tf.constant(name), default_value=zero
         )
 
-    def put(self, name: str, value: Any) -> Any:
-        """Return the operation that sets a name's number."""
+    def put(self, name: Any, value: Any) -> Any:
+        """Return the operation that sets a name's number, or those of several."""
         return _raw.LookupTableInsertV2(
-            table_handle=self._handle, keys=tf.constant(name), values=tf.cast(value, tf.int64)
+            table_handle=self._handle,
+            keys=tf.convert_to_tensor(name),
+            values=tf.cast(value, tf.int64),
         )
 
     def all(self) -> tuple[Tensor, Tensor]:
@@ -51,14 +55,25 @@ class Members:
     """The tasks of the workers, as they are called in messages and tables.
 
     Args:
-        task: this worker, `/job:worker/task:0`.
+        device: of this worker, such as `/job:worker/task:0`.
         workers: how many there are.
     """
 
-    def __init__(self, task: str, workers: int) -> None:
-        self.task = task
+    def __init__(self, device: str, workers: int) -> None:
+        place = v1.DeviceSpec.from_string(device)
+        job, task = place.job or "worker", place.task
+        if task is None and workers > 1 and job != "chief":
+            raise ValueError(
+                f"`num_worker` is {workers} and they wait for each other, so each needs a name of "
+                "its own: give the getter a `worker_device` with a task, such as "
+                f"'/job:worker/task:0'. Received: {device!r}."
+            )
+        self.task = f"/job:{job}/task:{task or 0}"
         self.workers = workers
-        self.names = [f"{task.rpartition(':')[0]}:{k}" for k in range(workers)]
+        others = [f"/job:{'worker' if job == 'chief' else job}/task:{k}" for k in range(workers)]
+        if has_chief() or job == "chief":
+            others = ["/job:chief/task:0", *others[:-1]]
+        self.names = others
 
     def missing(self, names: Tensor, numbers: Tensor, least: Any) -> Tensor:
         """Return the tasks whose number is not yet `least`."""
@@ -105,19 +120,21 @@ class Barrier:
 
 
 def wait_in_graph(
-    look: Callable[[], tuple[Tensor, Tensor]], timeout: float | None, what: str
+    look: Callable[[], tuple[Tensor, ...]], timeout: float | None, what: str
 ) -> Tensor:
     """Look again and again, in the graph, until the first of what `look` returns is true.
 
-    The second are the names of those who are missing, for the messages.
+    The second are the names of those who are missing, for the messages. There are pauses in
+    between, which grow as those of `wait_until`.
     """
     start = tf.timestamp()
 
-    def waiting(done: Tensor, missing: Tensor, warn_at: Tensor) -> Tensor:
+    def waiting(done: Tensor, *_: Tensor) -> Tensor:
         return ~done if timeout is None else ~done & (tf.timestamp() - start < timeout)
 
-    def again(done: Tensor, missing: Tensor, warn_at: Tensor) -> tuple[Tensor, ...]:
-        done, missing = look()
+    def again(done: Tensor, missing: Tensor, warn_at: Tensor, seconds: Tensor) -> Any:
+        with tf.control_dependencies([pause(seconds)]):
+            done, missing = look()
         now = tf.timestamp()
 
         def warn() -> Tensor:
@@ -125,15 +142,27 @@ def wait_in_graph(
             with tf.control_dependencies([tf.print(f"Waiting for {what}; missing:", words)]):
                 return now + WARN_EVERY
 
-        return done, missing, tf.cond(~done & (now > warn_at), warn, lambda: warn_at)
+        warn_at = tf.cond(~done & (now > warn_at), warn, lambda: warn_at)
+        return done, missing, warn_at, tf.clip_by_value(seconds * 1.3, FIRST_PAUSE, LONGEST_PAUSE)
 
-    done, missing, _ = tf.while_loop(
+    done, missing, *_ = tf.while_loop(
         waiting,
         again,
-        [tf.constant(False), tf.constant([], tf.string), start + WARN_EVERY],
-        shape_invariants=[tf.TensorShape([]), tf.TensorShape([None]), tf.TensorShape([])],
+        [tf.constant(False), tf.constant([], tf.string), start + WARN_EVERY, tf.constant(0.0)],
+        shape_invariants=[tf.TensorShape(shape) for shape in ([], [None], [], [])],
         parallel_iterations=1,
     )
     late = f"Waited {timeout} s for {what}; missing:"
     check = tf.debugging.Assert(done, [late, missing, "Are they running?"], summarize=100)
     return after([check])
+
+
+def pause(seconds: Tensor) -> Tensor:
+    """Return something that is there after a time. Unlike Python's it can be cancelled."""
+    types = {"output_types": [tf.int64], "output_shapes": [[]]}
+    zero, one = tf.constant(0, tf.int64), tf.constant(1, tf.int64)
+    element = _raw.RangeDataset(start=zero, stop=one, step=one, **types)
+    # It pauses before the element, and before its end is found out.
+    microseconds = tf.cast(seconds * 0.5e6, tf.int64)
+    slow = _raw.SleepDataset(input_dataset=element, sleep_microseconds=microseconds, **types)
+    return _raw.DatasetToSingleElement(dataset=slow, **types)[0]

@@ -8,50 +8,29 @@ of its own, directly.
 
 from __future__ import annotations
 
-import contextlib
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
 from springline.rules.rule import Rule, at_least_one
-from springline.tensorflow.eager import EagerCenter, no_meaning
+from springline.tensorflow.eager import EagerCenter
+from springline.tensorflow.eager_variables import check_mode, no_meaning
 from springline.tensorflow.getter import CustomGetter, Trio, Variable, v1
 from springline.tensorflow.hook import CenterHook
+from springline.tensorflow.pairs import GradsAndVars, checked, trained
 from springline.tensorflow.saver import SwappingSaver
-from springline.tensorflow.shards import (
-    Body,
-    Shard,
-    Tensor,
-    cut,
-    detached,
-    direct,
-    is_resource,
-    only_if,
-    remote,
+from springline.tensorflow.shards import Body, Call, Shard, Tensor, Turns, cut, direct
+from springline.tensorflow.step import (
+    Step,
+    exchange_if,
+    local_variables,
+    reach,
+    refuse_branches,
+    step_counter,
 )
-
-GradsAndVars = Sequence[tuple[Any, Variable]]
-
-
-class Call(Protocol):
-    """Calls a body where a shard lives."""
-
-    def __call__(self, shard: Shard, body: Body, inputs: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Return what the body returns."""
-
-
-@dataclass
-class Step:
-    """What one call of `apply_gradients` has built."""
-
-    count: Tensor  # the local step, after it was counted
-    exchanged: Tensor  # fed by the hook, so that the run is without the exchange
-    exchange: Any  # what the hook runs
 
 
 class CenterOptimizer(v1.train.Optimizer):
@@ -95,14 +74,9 @@ class CenterOptimizer(v1.train.Optimizer):
         self._locking = use_locking
         self._timeout = timeout
         self._steps: list[Step] = []
+        self._turns = Turns(self.get_name())
         self._eager = EagerCenter(self, num_worker) if eager else None
-        with v1.device(getter.worker_device):
-            self._local_step = v1.Variable(
-                tf.zeros([], tf.int64),
-                trainable=False,
-                collections=[v1.GraphKeys.LOCAL_VARIABLES],
-                name="local_step",
-            )
+        self._local_step = step_counter(getter.worker_device)
 
     # What TensorFlow's optimizers have.
 
@@ -133,7 +107,7 @@ class CenterOptimizer(v1.train.Optimizer):
         Raises:
             RuntimeError: in eager mode, `loss` is not callable.
         """
-        self._check_mode()
+        check_mode(self._eager is not None)
         if self._eager:
             found = self._eager.gradients(loss, var_list, grad_loss)
             return self._penalize(found, grad_loss)
@@ -165,23 +139,31 @@ class CenterOptimizer(v1.train.Optimizer):
             TypeError: `grads_and_vars` is malformed.
             ValueError: no variable has a gradient, or one was not made through the getter.
         """
-        self._check_mode()
-        trained = self._checked(grads_and_vars)
+        check_mode(self._eager is not None)
+        pairs = checked(grads_and_vars)
         if self._eager:
-            return self._eager.step(trained, global_step)
-        trios = [trio for _, trio in trained]
+            self._eager.attach(v for _, v in pairs)
+            return self._eager.step(trained(pairs, self._eager.trio), global_step)
+        refuse_branches()
+        found = trained(pairs, self._getter.trio)
+        trios = [trio for _, trio in found]
         shards = cut(trios, global_step)
         worker = self._getter.worker_device
+        # Each train operation has its own count; most often there is but one.
+        counter = step_counter(worker) if self._steps else self._local_step
         with v1.name_scope(name or self.get_name()) as scope, v1.device(worker):
-            with self._local_variables():
-                update = self._opt.apply_gradients([(g, trio.local) for g, trio in trained])
-            with tf.control_dependencies([update, *self._observe(trained)]):
-                count = tf.identity(self._local_step.assign_add(1))
+            with local_variables(worker):
+                update = self._opt.apply_gradients([(g, trio.local) for g, trio in found])
+            with tf.control_dependencies([update, *self._observe(found)]):
+                count = tf.identity(counter.assign_add(1))
+            if self._locking:
+                self._turns.make(shards)
             # Not by the scope, which may differ from worker to worker.
             self._build(shards, f"{self.get_name()}/{trios[0].center.op.name}")
             exchange = self._own_run(shards)
             with tf.control_dependencies([count]):
-                exchanged = self._exchange_if(tf.equal(count % self._period, 0), shards)
+                due = tf.equal(count % self._period, 0)
+                exchanged = exchange_if(due, shards, self._exchange, self._reach)
             self._steps.append(Step(count, exchanged, exchange))
             # Not an identity, which TensorFlow would leave out: then feeding would not prune.
             return tf.group(count, tf.raw_ops.DeepCopy(x=exchanged), name=scope)
@@ -255,14 +237,6 @@ class CenterOptimizer(v1.train.Optimizer):
             raise RuntimeError(f"`{method}` is for eager mode; in a graph {instead}.")
         return self._eager
 
-    def _check_mode(self) -> None:
-        if (self._eager is not None) != v1.executing_eagerly_outside_functions():
-            made, used = ("eager mode", "a graph") if self._eager else ("a graph", "eager mode")
-            raise RuntimeError(
-                f"This optimizer was made in {made} and is used in {used}. Make it where it is "
-                "used."
-            )
-
     def _trio(self, variable: Variable) -> Trio:
         """Return what belongs to a variable of the worker."""
         return (self._eager or self._getter).trio(variable)
@@ -303,76 +277,22 @@ class CenterOptimizer(v1.train.Optimizer):
     def start_in(self, session: Any) -> None:
         """Wait for others before the first step, if the rule does."""
 
-    def _checked(self, grads_and_vars: GradsAndVars) -> list[tuple[Any, Trio]]:
-        try:
-            pairs = [(g, v) for g, v in grads_and_vars]
-        except (TypeError, ValueError) as error:
-            raise TypeError(
-                "`grads_and_vars` must be a list of (gradient, variable) pairs, as "
-                f"`compute_gradients` returns. Received: {grads_and_vars!r}."
-            ) from error
-        pairs = [(_gradient(g, v), v) for g, v in pairs]
-        if self._eager:
-            self._eager.attach(v for _, v in pairs)
-        trained = [(g, self._trio(v)) for g, v in pairs if g is not None]
-        if not trained:
-            raise ValueError(
-                "No variable has a gradient: does the loss depend on them? Received: "
-                f"{[v.name for _, v in pairs]}."
-            )
-        return trained
-
-    def _exchange_if(self, due: Tensor, shards: Sequence[Shard]) -> Tensor:
-        """Exchange if it is due, without touching the servers if it is not."""
-        variables = [v for s in shards for v in (*s.centers, s.counter) if v is not None]
-        variables += [v for s in shards for trio in s.trios for v in trio if v is not None]
-        if not all(map(is_resource, variables)):
-            # A function cannot open reference variables, so they are in the graph.
-            return only_if(due, lambda: self._exchange(shards, direct))
-        function, values = detached(lambda: [self._exchange(shards, self._reach)], inline=False)
-
-        def called() -> Tensor:
-            return tf.raw_ops.StatefulPartitionedCall(args=values, Tout=[tf.int32], f=function)[0]
-
-        return only_if(due, called)
+    def end_in(self, session: Any, options: Any) -> None:
+        """Leave the center at the end of a session, if the rule has to."""
 
     def _reach(self, shard: Shard, body: Body, inputs: Sequence[Tensor] = ()) -> list[Tensor]:
         """Call remotely what is on another task."""
-        here = v1.DeviceSpec.from_string(self._getter.worker_device)
-        there = v1.DeviceSpec.from_string(shard.device)
-        elsewhere = there.job and (there.job, there.task) != (here.job, here.task)
-        return (remote if elsewhere else direct)(shard, body, inputs)
+        return reach(self._getter.worker_device, shard, body, inputs)
 
     def first_shard(self) -> Shard:
         """Return the shard of the first center, which is the same for every worker."""
         return cut(self._getter.trios(), None)[0]
 
-    @contextmanager
-    def _local_variables(self) -> Iterator[None]:
-        """Whatever is made here is local to the worker; nobody else waits for it."""
-
-        def local(next_creator: Any, **kwargs: Any) -> Variable:
-            kwargs |= {"collections": [v1.GraphKeys.LOCAL_VARIABLES], "trainable": False}
-            with v1.device(self._getter.worker_device):
-                return next_creator(**kwargs)
-
-        with v1.variable_creator_scope(local):
-            yield
+    def outer_variables(self) -> list[Variable]:
+        """Return the variables that the rule keeps with the center."""
+        return []
 
     def _hook(self, is_chief: bool) -> CenterHook:
         if self._eager:
             raise no_meaning("make_session_run_hook")
         return CenterHook(self, is_chief)
-
-
-def _gradient(g: Any, v: Any) -> Any:
-    """Return a gradient as a tensor, an IndexedSlices or None."""
-    if isinstance(v, tf.Variable):
-        if g is None or isinstance(g, tf.IndexedSlices):
-            return g
-        with contextlib.suppress(TypeError, ValueError):
-            return tf.convert_to_tensor(g, v.dtype.base_dtype)
-    raise TypeError(
-        "`grads_and_vars` must hold (gradient, variable) pairs, a gradient being a tensor, an "
-        f"IndexedSlices or None. Received: ({g!r}, {v!r})."
-    )

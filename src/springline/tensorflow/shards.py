@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -20,6 +20,13 @@ from springline.tensorflow.getter import Trio, Variable, v1
 
 Tensor = Any
 Body = Callable[..., list[Tensor]]
+
+
+class Call(Protocol):
+    """Calls a body where a shard lives."""
+
+    def __call__(self, shard: Shard, body: Body, inputs: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Return what the body returns."""
 
 
 @dataclass(eq=False)
@@ -59,6 +66,34 @@ def cut(trios: Sequence[Trio], global_step: Variable | None) -> list[Shard]:
     if global_step is not None:
         at(global_step.device).counter = global_step
     return list(shards.values())
+
+
+class Turns:
+    """A lock on each server, which all workers share.
+
+    Args:
+        name: of the locks.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._sections: dict[str, Any] = {}  # by the shard's device
+
+    def make(self, shards: Sequence[Shard]) -> None:
+        """Make the locks of shards; where none is made `take` does without."""
+        for device in [shard.device for shard in shards if shard.trios]:
+            place = device.strip("/").replace("/", "_")
+            with v1.device(device):
+                shared = f"springline/{self._name}/turn_{place}"
+                self._sections.setdefault(device, tf.CriticalSection(shared_name=shared))
+
+    def take(self, shard: Shard, do: Body, inputs: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Body: do something while nobody else does, once its inputs have come."""
+        section = self._sections.get(shard.device)
+        if section is None:
+            return do(*inputs)
+        with tf.control_dependencies(inputs):
+            return list(section.execute(lambda: do(*inputs), exclusive_resource_access=False))
 
 
 def direct(shard: Shard, body: Body, inputs: Sequence[Tensor] = ()) -> list[Tensor]:
@@ -110,7 +145,8 @@ def detached(
 def _traced(body: Callable[..., Any], specs: Sequence[tf.TensorSpec], inline: bool = True) -> Any:
     attributes = {} if inline else {"_noinline": True}
     function = tf.function(body, autograph=False, experimental_attributes=attributes)
-    return function.get_concrete_function(*specs)
+    with v1.device(None):  # it runs where it is called
+        return function.get_concrete_function(*specs)
 
 
 def _shaped(outputs: Sequence[Tensor], function: Any) -> list[Tensor]:
@@ -145,8 +181,11 @@ def is_resource(variable: Variable) -> bool:
 def only_if(condition: Tensor, build: Callable[[], Tensor]) -> Tensor:
     """Return 0, or the int32 of what `build` makes, which runs only if the condition holds.
 
-    Unlike in `tf.cond`, what is built is no function, so that it may hold reference variables.
+    In a graph, unlike in `tf.cond`, what is built is no function, so that it may hold reference
+    variables. In a function TensorFlow itself puts operations in order, which only `tf.cond` bears.
     """
+    if v1.get_default_graph().building_function:
+        return tf.cond(condition, build, lambda: tf.constant(0))
     off, on = tf.raw_ops.Switch(data=tf.constant(0), pred=condition)
     with tf.control_dependencies([tf.identity(on)]):
         built = tf.identity(build())
@@ -159,20 +198,28 @@ def after(operations: Sequence[Any]) -> Tensor:
         return tf.constant(0)
 
 
-def finite(value: Tensor, variable: Variable) -> Tensor:
-    """Return a value that is to be sent; the step fails if it has NaN or Inf.
+def all_finite(value: Tensor) -> Tensor:
+    """Return whether a value is without NaN and Inf.
 
     The sum of squares, which is fast, tells; where it is too large every element is looked at.
     """
 
     def look() -> Tensor:
-        checked = tf.debugging.check_numerics(
-            value,
-            f"{variable.op.name!r} has NaN or Inf, so it was not sent to the center. Lower the "
-            "learning rate, or clip the gradients",
-        )
-        return after([checked])
+        return tf.reduce_all(tf.math.is_finite(value))
 
-    sure = tf.math.is_finite(tf.nn.l2_loss(value))
-    with tf.control_dependencies([tf.cond(sure, lambda: 0, look)]):
+    return tf.cond(tf.math.is_finite(tf.nn.l2_loss(value)), lambda: tf.constant(True), look)
+
+
+def refuse_unless(finite: Tensor, variable: Variable) -> Tensor:
+    """Fail, naming the variable, unless its value is finite."""
+    return tf.debugging.check_numerics(
+        tf.where(finite, 0.0, float("nan")),
+        f"{variable.op.name!r} has NaN or Inf, so it was not sent to the center. Lower the "
+        "learning rate, or clip the gradients",
+    )
+
+
+def finite(value: Tensor, variable: Variable) -> Tensor:
+    """Return a value that is to be sent; the step fails if it has NaN or Inf."""
+    with tf.control_dependencies([refuse_unless(all_finite(value), variable)]):
         return tf.identity(value)

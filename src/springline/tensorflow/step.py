@@ -1,0 +1,105 @@
+"""A local step in a graph, and the exchange that it makes when it is due."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from springline.tensorflow.getter import Variable, v1
+from springline.tensorflow.shards import (
+    Body,
+    Call,
+    Shard,
+    Tensor,
+    detached,
+    direct,
+    is_resource,
+    only_if,
+    remote,
+)
+
+
+@dataclass
+class Step:
+    """What one call of `apply_gradients` has built."""
+
+    count: Tensor  # the local step, after it was counted
+    exchanged: Tensor  # fed by the hook, so that the run is without the exchange
+    exchange: Any  # what the hook runs
+
+
+def step_counter(worker_device: str) -> Variable:
+    """Return a variable that counts local steps, on the worker."""
+    with v1.device(worker_device):
+        return v1.Variable(
+            tf.zeros([], tf.int64),
+            trainable=False,
+            collections=[v1.GraphKeys.LOCAL_VARIABLES],
+            name="local_step",
+        )
+
+
+@contextmanager
+def local_variables(worker_device: str) -> Iterator[None]:
+    """Whatever is made here is local to the worker; nobody else waits for it."""
+
+    def local(next_creator: Any, **kwargs: Any) -> Variable:
+        kwargs |= {"collections": [v1.GraphKeys.LOCAL_VARIABLES], "trainable": False}
+        with v1.device(worker_device):
+            return next_creator(**kwargs)
+
+    with v1.variable_creator_scope(local):
+        yield
+
+
+def reach(
+    worker_device: str, shard: Shard, body: Body, inputs: Sequence[Tensor] = ()
+) -> list[Tensor]:
+    """Call remotely what is on another task than the worker."""
+    here = v1.DeviceSpec.from_string(worker_device)
+    there = v1.DeviceSpec.from_string(shard.device)
+    elsewhere = there.job and (there.job, there.task) != (here.job, here.task)
+    return (remote if elsewhere else direct)(shard, body, inputs)
+
+
+def exchange_if(
+    due: Tensor,
+    shards: Sequence[Shard],
+    exchange: Callable[[Sequence[Shard], Call], Tensor],
+    far: Call,
+) -> Tensor:
+    """Exchange if it is due, without touching the servers if it is not.
+
+    Args:
+        due: whether it is.
+        shards: with which.
+        exchange: what is done then.
+        far: how a shard is reached from a function.
+    """
+    variables = [v for s in shards for v in (*s.centers, s.counter) if v is not None]
+    variables += [v for s in shards for trio in s.trios for v in trio if v is not None]
+    if not all(map(is_resource, variables)):
+        # A function cannot open reference variables, so they are in the graph.
+        return only_if(due, lambda: exchange(shards, direct))
+    function, values = detached(lambda: [exchange(shards, far)], inline=False)
+
+    def called() -> Tensor:
+        return tf.raw_ops.StatefulPartitionedCall(args=values, Tout=[tf.int32], f=function)[0]
+
+    return only_if(due, called)
+
+
+def refuse_branches() -> None:
+    """Raise an error inside `tf.cond`, a loop or a function of a graph."""
+    graph = v1.get_default_graph()
+    if graph.building_function or graph._get_control_flow_context() is not None:
+        raise RuntimeError(
+            "`apply_gradients` cannot be called inside `tf.cond`, `tf.while_loop` or a "
+            "`tf.function` of a graph: hooks and other workers could not reach the exchange in "
+            "it. Call it outside, and run what it returns when a step is to be taken; "
+            "`compute_gradients` may be anywhere."
+        )
