@@ -16,6 +16,7 @@ from springline.center import CenterError
 from springline.launch.directory import LaunchError, find_run, is_at_work
 from springline.launch.keeper import export as export_center
 from springline.launch.launcher import Launcher
+from springline.launch.request import ClusterRequest
 from springline.run import REPORT
 
 app = typer.Typer(
@@ -25,6 +26,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+_CLUSTER = "Many machines"
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")]
 
 
@@ -37,7 +39,10 @@ def run(
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option(help="How many; by default one per core and at least two.", metavar="N"),
+        typer.Option(
+            help="How many; by default one per core, and on one machine at least two.",
+            metavar="N",
+        ),
     ] = None,
     ps: Annotated[
         int | None,
@@ -59,6 +64,51 @@ def run(
         ),
     ] = 3,
     no_live: Annotated[bool, typer.Option("--no-live", help="Lines, no live screen.")] = False,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            help="A Ray cluster that this machine is part of: `auto` or HOST:PORT.",
+            metavar="RAY",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = None,
+    center_shards: Annotated[
+        int | None,
+        typer.Option(
+            help="Into how many the center is cut; by default one per machine, at least two.",
+            metavar="S",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            help="Where the center's shards keep checkpoints: a directory that all machines see, "
+            "by default in the run's, or an fsspec URL; `none` for nowhere.",
+            metavar="PLACE",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = None,
+    cpus: Annotated[
+        float | None,
+        typer.Option(
+            help="Of each worker.", metavar="C", show_default="1", rich_help_panel=_CLUSTER
+        ),
+    ] = None,
+    gpus: Annotated[
+        float | None,
+        typer.Option(
+            help="Of each worker.", metavar="G", show_default="0", rich_help_panel=_CLUSTER
+        ),
+    ] = None,
+    working_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Copied to every machine; SCRIPT is run from there.",
+            metavar="DIR",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = None,
 ) -> None:
     """Start SCRIPT on many workers, watch them, and keep the center."""
     from springline.monitor.plot import draw
@@ -66,6 +116,7 @@ def run(
     from springline.monitor.words import many
 
     console, arguments = Console(), arguments or []
+    copied = str(working_dir) if working_dir else None
 
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -77,6 +128,7 @@ def run(
             workers=workers,
             ps=ps,
             directory=directory,
+            cluster=ClusterRequest(address, center_shards, storage, cpus, gpus, copied),
             max_restarts=max_restarts,
             say=say,
         )
@@ -84,6 +136,7 @@ def run(
     start = "Going on with the run in" if launcher.continues else "A new run in"
     who = many(launcher.workers, "worker")
     who += f" and {many(launcher.ps, 'parameter server')}" if launcher.ps else ""
+    who += f" of the cluster at {launcher.address}" if launcher.address else ""
     say(f"{start} {place}: {script} on {who}.")
     with Screen(launcher.directory, console, live=console.is_terminal and not no_live) as screen:
         status = launcher.run(screen.refresh)

@@ -8,7 +8,10 @@ import pytest
 from made import MODEL, NBYTES, START, center, count, launch, launcher_alive, log
 
 from springline import AGN, ElasticAverage, ModelAverage, SharedCenter, Worker
-from springline.center import CenterError
+from springline.center import CenterError, Layout
+from springline.center.plan import Plan
+from springline.launch.state import CenterStatus
+from springline.monitor.sources import find_plan
 from springline.monitor.status import NotARunError, StatusReader, WorkerStatus, read_status
 from springline.rules import SGD
 
@@ -308,3 +311,23 @@ def test_watching_leaves_the_locks_of_this_process_alone(directory, start):
         _, pipe = start(tell_members, directory / "center")
         assert pipe.recv() == [1]
         assert not read_status(directory).over
+
+
+def test_a_center_on_a_cluster_is_what_its_launcher_wrote_down(tmp_path):
+    rule = ElasticAverage(period=10, workers=2)
+    plan = Plan.of(Layout.of(MODEL), rule, use_locking=True).to_json()
+    launch(tmp_path, "running", "running")
+    CenterStatus(plan, 7, [0, 1], [(40, 4, 0.5), (30, 3, 0.25)]).write(tmp_path / "center")
+    with launcher_alive(tmp_path):
+        status = read_status(tmp_path)
+    assert not status.over
+    assert status.version == 7
+    assert status.settings["rule"] == "elastic"
+    assert status.bytes_exchanged == 2 * 7 * NBYTES
+    assert [(w.step, w.exchanges) for w in status.workers] == [(40, 4), (30, 3)]
+    assert find_plan(tmp_path / "center") == Plan.from_json(plan)
+
+    status = read_status(tmp_path)  # the launcher was killed: who is a member is not known
+    assert status.over
+    assert [w.state for w in status.workers] == ["left", "left"]
+    assert status.version == 7

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Mapping
-from typing import Literal
 
-Job = Literal["ps", "worker"]
+from springline.launch.task import Job
 
 
 class LocalCluster:

@@ -5,7 +5,9 @@ RUN/lock    held by the launcher for as long as it lives
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from springline.center.checkpoint import describe, newest
 from springline.center.locks import RecordLocks
 from springline.center.shared import CHECKPOINT_NAME
 from springline.launch.state import NAME as STATE_NAME
+from springline.launch.state import CenterStatus
 
 CENTER, LOCK = "center", "lock"
 _OURS = {CENTER, LOCK, STATE_NAME, "metrics"}
@@ -34,7 +37,9 @@ class RunDirectory:
     """
 
     def __init__(self, path: Path | None) -> None:
+        self._new = path is None
         try:
+            self._made = path is None or not path.exists()
             self.path = _new() if path is None else _given(path)
             self.continues = (self.path / STATE_NAME).exists() or (self.path / CENTER).exists()
             self._lock = RecordLocks.of(self.path / LOCK)
@@ -61,6 +66,15 @@ class RunDirectory:
         self._lock.release(0)
         self._lock.close()
 
+    def abandon(self) -> None:
+        """Release the directory of a run that could not start; remove it if it was made for it."""
+        if self._made:
+            shutil.rmtree(self.path)
+        if self._new:
+            with contextlib.suppress(OSError):  # there are others in `runs`
+                self.path.parent.rmdir()
+        self.release()
+
     def configured_workers(self) -> int | None:
         """Return how many workers the run's center is for; None while there is no center."""
         place = self.path / CENTER
@@ -68,6 +82,9 @@ class RunDirectory:
             with SharedCenter.open(place) as center:
                 return int(center.settings["workers"])
         except CenterError:
+            told = CenterStatus.read(place)
+            if told:
+                return int(told.plan["settings"]["workers"])
             saved = newest(place / CHECKPOINT_NAME)
             return int(describe(saved).settings["workers"]) if saved else None
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
@@ -20,6 +20,11 @@ from springline.center.checkpoint import newest, write_tensors
 from springline.center.extras import with_extras
 from springline.center.shared import CHECKPOINT_NAME, LAYOUT_NAME
 from springline.launch.directory import CENTER, LaunchError
+
+if TYPE_CHECKING:
+    from springline.center.ray import RayCenter
+
+    Kept = SharedCenter | RayCenter
 
 FINAL = "center.safetensors"
 
@@ -48,6 +53,10 @@ class Keeper:
         """Begin to save."""
         self._thread.start()
 
+    def end(self) -> None:
+        """Save no more; waits for nothing."""
+        self._stop.set()
+
     def finish(self) -> Path | None:
         """Write `RUN/center.safetensors` and free the center's memory, when all workers are gone.
 
@@ -65,7 +74,7 @@ class Keeper:
             return final if final.exists() else newest(self._checkpoint)
         with center:
             write_tensors(final, with_extras(self._directory / CENTER, center.values()))
-            center.retire()
+            self._retire(center)
         self.saved = time.time()
         return final
 
@@ -73,21 +82,30 @@ class Keeper:
     def _checkpoint(self) -> Path:
         return self._directory / CENTER / CHECKPOINT_NAME
 
-    def _open(self) -> SharedCenter | None:
+    def _open(self) -> Kept | None:
+        """Open the center; None if there is none."""
         try:
             return SharedCenter.open(self._directory / CENTER)
         except (CenterError, OSError):  # not made yet, or freed this very moment
             return None
 
+    def _retire(self, center: Kept) -> None:
+        """Save the center for the last time and free its memory."""
+        center.retire()
+
+    def _pause(self) -> float:
+        """Return the seconds until the next checkpoint."""
+        return self._every
+
     def _keep(self) -> None:
         failed = False
-        while not self._stop.wait(self._every):
+        while not self._stop.wait(self._pause()):
             center = self._open()
             if center is None:
                 continue
             try:
                 with center:
-                    center.save()
+                    center.save(self._checkpoint)
                 self.saved, failed = time.time(), False
             except (CenterError, OSError) as error:
                 if not failed:  # once, not every 30 seconds

@@ -5,25 +5,23 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from springline.center import CenterError
-from springline.launch.cluster import Job, LocalCluster
-from springline.launch.directory import LaunchError, RunDirectory
-from springline.launch.keeper import Keeper
-from springline.launch.process import WorkerProcess, cores, describe_exit
+from springline.launch.directory import RunDirectory
+from springline.launch.placing import connect, find_place
+from springline.launch.request import ClusterRequest, check_numbers, check_script
+from springline.launch.signals import hearing
 from springline.launch.state import NAME, LaunchState
+from springline.launch.task import Task
 from springline.run import Run
 
 _LOOK = 0.1  # seconds between two looks at the workers
 _PAUSE = 0.5  # seconds before a worker that died is started again
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Seconds after a stop was asked for, and what workers that are still there get then.
 _PRESSURE = ((0.0, signal.SIGINT), (5.0, signal.SIGTERM), (8.0, signal.SIGKILL))
 # Without a parameter server a worker of TensorFlow waits in a call that hears no SIGINT.
@@ -41,6 +39,7 @@ class Launcher:
         ps: how many parameter servers of a TensorFlow cluster to start beside them, which then
             hold the center; by default as many as the run in the directory has, else none.
         directory: the run's; None for a new one in `runs/`.
+        cluster: what is asked of a Ray cluster; without an address, nothing.
         max_restarts: how many times each worker that dies is started again.
         checkpoint_every: seconds from one checkpoint of the center to the next.
         say: told in a sentence what happens to workers.
@@ -57,36 +56,33 @@ class Launcher:
         workers: int | None = None,
         ps: int | None = None,
         directory: Path | None = None,
+        cluster: ClusterRequest | None = None,
         max_restarts: int = 3,
         checkpoint_every: float = 30.0,
         say: Callable[[str], None] = print,
     ) -> None:
-        _check(script, workers, ps, max_restarts)
-        self._place = RunDirectory(directory)
-        self.directory = self._place.path
-        self.continues = self._place.continues
-        try:
-            before = LaunchState.last(self.directory)
-            self.ps = (len(before.ps) if before else 0) if ps is None else ps
-            if self.ps and workers is None and before and before.ps:
-                workers = len(before.workers)
-            self.workers = self._number(workers)
-            self._cluster = LocalCluster(self.ps, self.workers) if self.ps else None
-        except BaseException:
-            self._place.release()
-            raise
-        self.center: Path | None = None  # where it is, at the end
-        self.failed: WorkerProcess | None = None  # the one that ended the run
-        self._max_restarts = max_restarts
+        asked = cluster or ClusterRequest()
+        check_script(script)
+        check_numbers(workers, ps, max_restarts)
+        asked.check(ps, goes_on=directory is not None)
+        if asked.address:
+            connect(asked.address)  # before a directory is made
+        self._claim = RunDirectory(directory)
+        self.directory = self._claim.path
+        self.continues = self._claim.continues
         self._say = say
-        self._keeper = Keeper(self.directory, checkpoint_every, self._tell)
-
-        def task(number: int, job: Job) -> WorkerProcess:
-            place = self.directory, number, self.workers
-            return WorkerProcess(script, list(arguments), *place, self._cluster, job)
-
-        self._processes = [task(rank, "worker") for rank in range(self.workers)]
-        self._servers = [task(number, "ps") for number in range(self.ps)]
+        self._max_restarts = max_restarts
+        what = script, arguments, workers, ps, asked, checkpoint_every
+        try:
+            self._place, asked = find_place(self._claim, *what, self._tell)
+        except BaseException:
+            self._claim.abandon()
+            raise
+        self._processes, self._servers = self._place.workers, self._place.servers
+        self.workers, self.ps = len(self._processes), len(self._servers)
+        self.address = asked.address
+        self.center: Path | None = None  # where it is, at the end
+        self.failed: Task | None = None  # the one that ended the run
         self._state = LaunchState(
             str(script.absolute()),
             list(arguments),
@@ -94,6 +90,7 @@ class Launcher:
             os.getpid(),
             [process.entry for process in self._processes],
             ps=[server.entry for server in self._servers],
+            cluster=asdict(asked) if asked.address else None,
         )
         self._state.go_on(self.directory)
         self._written: dict[str, Any] = {}
@@ -112,9 +109,9 @@ class Launcher:
             The exit status: 0 if every worker finished, 1 if one failed for good, 128 + its number
             if a signal ended the run.
         """
-        self._keeper.start()
+        self._place.begin()
         try:
-            with self._hearing():
+            with hearing() as self._heard:
                 try:
                     for process in (*self._servers, *self._processes):
                         process.start()
@@ -129,8 +126,7 @@ class Launcher:
                     self._record()
         finally:
             self._place.release()
-            if self._cluster:
-                self._cluster.release()
+            self._claim.release()
         return self._status or 0
 
     def _watch(self, tick: Callable[[], None]) -> None:
@@ -141,6 +137,7 @@ class Launcher:
             for process in self._processes:
                 self._look(process)
             self._press()
+            self._place.tick()
             self._record()
             tick()
             time.sleep(_LOOK)
@@ -148,7 +145,7 @@ class Launcher:
     def _going(self) -> bool:
         return any(p.alive or p.entry.state == "restarting" for p in self._processes)
 
-    def _look(self, process: WorkerProcess) -> None:
+    def _look(self, process: Task) -> None:
         """Notice a worker's end; start it again when its pause is over."""
         entry = process.entry
         if process.look():
@@ -157,7 +154,7 @@ class Launcher:
             entry.restarts += 1
             process.start()
 
-    def _look_at_server(self, server: WorkerProcess) -> None:
+    def _look_at_server(self, server: Task) -> None:
         """Notice a parameter server's end, which is the end of the run: its center is gone."""
         if not server.look():
             return
@@ -167,7 +164,7 @@ class Launcher:
         server.entry.state, self.failed = "failed", server
         self._stop(1)
         self._pressure = list(_PRESSURE_WITHOUT_PS)
-        how = f"{server.name.capitalize()} {describe_exit(server.entry.exit_code or 0)}"
+        how = f"{server.name.capitalize()} {server.describe_end()}"
         if server.entry.exit_code == 0:
             self._tell(
                 f"{how}: the run ends. Does the script call `springline.tensorflow.cluster()`, "
@@ -190,10 +187,16 @@ class Launcher:
                 else:
                     time.sleep(_LOOK)
 
-    def _ended(self, process: WorkerProcess) -> None:
+    def _ended(self, process: Task) -> None:
         entry = process.entry
-        how = f"{process.name.capitalize()} {describe_exit(entry.exit_code or 0)}"
-        if entry.exit_code == 0:
+        how = f"{process.name.capitalize()} {process.describe_end()}"
+        self._place.gone(process)
+        if process.refused:
+            entry.state = "failed"
+            if self._status is None:  # else it was said of another
+                self._stop(1)
+                self._tell(process.refused)
+        elif entry.exit_code == 0:
             entry.state = "finished"
         elif self._status is not None:
             entry.state = "stopped"
@@ -207,6 +210,8 @@ class Launcher:
             self.failed = process
             self._stop(1)
             self._tell(f"{how} and is not restarted again: the run ends.")
+        if entry.state != "restarting":
+            process.release()
 
     def _stop(self, status: int) -> None:
         """Ask all workers to end; `_press` sees to it that they do."""
@@ -218,6 +223,7 @@ class Launcher:
         for process in self._processes:
             if process.entry.state == "restarting":
                 process.entry.state = "stopped"
+                process.release()
 
     def _press(self) -> None:
         if self._status is None:
@@ -227,22 +233,6 @@ class Launcher:
             _, number = self._pressure.pop(0)
             for process in self._processes:
                 process.kill() if number == signal.SIGKILL else process.send(number)
-
-    @contextlib.contextmanager
-    def _hearing(self) -> Iterator[None]:
-        """Note the signals that come, for `_hear`."""
-
-        def note(number: int, _: FrameType | None) -> None:
-            self._heard.append(number)
-
-        ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # nohup
-        numbers = [n for n in _SIGNALS if not (n == signal.SIGHUP and ignored)]
-        before = {number: signal.signal(number, note) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _hear(self) -> None:
         while self._heard:
@@ -256,17 +246,15 @@ class Launcher:
 
     def _keep_center(self) -> None:
         try:
-            self.center = self._keeper.finish()
+            self._heard.clear()
+            self.center = self._place.finish(lambda: bool(self._heard))
         except (CenterError, OSError) as error:
             self._status = self._status or 1
-            self._tell(
-                f"The center could not be saved: {error} It is still in memory: "
-                f"`springline export {self.directory} PATH` writes it elsewhere."
-            )
+            self._tell(f"The center could not be saved: {error} {self._place.rescue}")
 
     def _record(self) -> None:
         """Write `RUN/launch.json` if anything has changed."""
-        self._state.checkpoint = self._keeper.saved
+        self._state.checkpoint = self._place.keeper.saved
         now = asdict(self._state)
         if now != self._written:
             self._written = now
@@ -278,31 +266,3 @@ class Launcher:
     def _tell(self, text: str) -> None:
         with contextlib.suppress(OSError, SystemExit):  # whoever listened is gone; we go on
             self._say(text)
-
-    def _number(self, workers: int | None) -> int:
-        configured = self._place.configured_workers()
-        if workers is None:
-            return configured or max(2, cores())
-        if configured not in (None, workers):
-            raise LaunchError(
-                f"The run in {self.directory} has {configured} workers, for good. Received: "
-                f"--workers {workers}. Leave it out, or start a new run."
-            )
-        return workers
-
-
-def _check(script: Path, workers: int | None, ps: int | None, max_restarts: int) -> None:
-    if sys.platform != "linux":
-        raise LaunchError(f"`springline run` needs Linux; this is {sys.platform}.")
-    if script.is_dir():
-        raise LaunchError(f"The script must be a Python file. Received: {script}, a directory.")
-    if not script.exists():
-        raise LaunchError(f"There is no script {script}.")
-    if not os.access(script, os.R_OK):
-        raise LaunchError(f"The script {script} cannot be read. May you?")
-    if workers is not None and workers < 1:
-        raise LaunchError(f"`--workers` must be an integer >= 1. Received: {workers}.")
-    if ps is not None and ps < 0:
-        raise LaunchError(f"`--ps` must be an integer >= 0. Received: {ps}.")
-    if max_restarts < 0:
-        raise LaunchError(f"`--max-restarts` must be an integer >= 0. Received: {max_restarts}.")

@@ -1,4 +1,8 @@
-"""What the launcher knows of its workers, in `RUN/launch.json`, for whoever watches the run."""
+"""What the launcher knows, for whoever watches the run.
+
+RUN/launch.json           of its workers
+RUN/center/status.json    of a center on a cluster
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,12 @@ import contextlib
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from springline.center.shared import write_private
 
 NAME = "launch.json"
+STATUS_NAME = "status.json"
 WorkerState = Literal["starting", "running", "restarting", "finished", "failed", "stopped"]
 
 
@@ -24,6 +29,7 @@ class WorkerEntry:
     restarts: int = 0  # of this launch
     exit_code: int | None = None
     starts: list[float] = field(default_factory=list)  # of all its lives, also in earlier launches
+    machine: str | None = None  # the one of a cluster that it is on
 
 
 @dataclass
@@ -39,6 +45,7 @@ class LaunchState:
     ended: float | None = None
     earlier: list[tuple[float, float]] = field(default_factory=list)  # launches: start and end
     ps: list[WorkerEntry] = field(default_factory=list)  # the parameter servers, by number
+    cluster: dict[str, Any] | None = None  # what was asked of one, if the run is on one
 
     @property
     def launches(self) -> list[float]:
@@ -86,6 +93,28 @@ class LaunchState:
         earlier = values.get("earlier", [])
         values["earlier"] = [(float(start), float(end)) for start, end in earlier]
         return cls(**values)
+
+
+@dataclass(frozen=True)
+class CenterStatus:
+    """What a center on a cluster said of itself."""
+
+    plan: dict[str, Any]
+    version: int
+    members: list[int]
+    progress: list[tuple[int, int, float]]  # of each rank: steps, exchanges, seconds
+
+    def write(self, directory: Path) -> None:
+        """Replace `status.json` in the center's directory."""
+        directory.mkdir(mode=0o700, exist_ok=True)
+        write_private(directory / STATUS_NAME, json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, directory: Path) -> CenterStatus | None:
+        """Read it; None if there is none, or none that can be read."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            return cls(**json.loads((directory / STATUS_NAME).read_text("utf-8")))
+        return None
 
 
 def _last_sign(directory: Path) -> float:

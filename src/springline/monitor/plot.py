@@ -15,7 +15,7 @@ from springline.center.plan import Plan
 from springline.launch.state import LaunchState
 from springline.monitor.curves import Timeline, is_strong, quantities, smooth, split_name, stack
 from springline.monitor.metrics import Floats, Series, read_metrics
-from springline.monitor.sources import read_plan
+from springline.monitor.sources import find_plan
 from springline.monitor.words import many, rule_in_words
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def figure(directory: Path) -> Figure | None:
     rows = list(quantities(metrics).items())[:_ROWS]
     if not rows:
         return None
-    plan, _ = read_plan(directory / "center") or (None, None)
+    plan = find_plan(directory / "center")
     timeline = Timeline(metrics, plan, launch.launches if launch else ())
     ends = np.array([series.time[-1] for series in metrics.values()])
     by_bytes = plan is not None and timeline.nbytes(ends).max() > 0

@@ -10,8 +10,9 @@ from springline.center import CenterError, Progress, SharedCenter
 from springline.center.checkpoint import describe, newest
 from springline.center.plan import BASE, Plan
 from springline.center.shared import CHECKPOINT_NAME
+from springline.launch.directory import is_held
 from springline.launch.state import NAME as LAUNCH_NAME
-from springline.launch.state import LaunchState
+from springline.launch.state import CenterStatus, LaunchState
 from springline.monitor.metrics import Line, LineReader, training_loss
 from springline.monitor.recent import Recent
 
@@ -28,6 +29,15 @@ def read_plan(center: Path) -> tuple[Plan, Path] | None:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CenterError(f"Cannot read {path}: {error!r}. Is it a center's?") from error
+
+
+def find_plan(center: Path) -> Plan | None:
+    """Read what a center is, or was, on this machine or on a cluster; None if there is none yet."""
+    found = read_plan(center)
+    if found:
+        return found[0]
+    told = CenterStatus.read(center)
+    return Plan.from_json(told.plan) if told else None
 
 
 def read_launch(directory: Path) -> LaunchState | None:
@@ -63,7 +73,8 @@ class CenterState:
 class CenterReader:
     """Reads a center's counters, from its memory or, when that is gone, its checkpoint.
 
-    The center stays open between two reads, until its memory is another one.
+    The center stays open between two reads, until its memory is another one. Of a center on a
+    cluster the launcher writes down what it says.
 
     Args:
         directory: the center's.
@@ -81,7 +92,7 @@ class CenterReader:
         """Read the counters now."""
         self._look()
         if self._plan is None:
-            self._last = CenterState()
+            self._last = self._told()
         elif self._center is None:
             self._last = self._without_memory(self._plan)
         else:
@@ -117,6 +128,15 @@ class CenterReader:
                 self._center = SharedCenter.open(self.directory)
             except (CenterError, OSError):  # its memory went away this very moment
                 self._known = None
+
+    def _told(self) -> CenterState:
+        """Return what the launcher has written down; who is a member only while it lives."""
+        told = CenterStatus.read(self.directory)
+        if told is None:
+            return CenterState()
+        progress = tuple(Progress(*rank) for rank in told.progress)
+        members = tuple(told.members) if is_held(self.directory.parent) else ()
+        return CenterState(Plan.from_json(told.plan), told.version, progress, members)
 
     def _without_memory(self, plan: Plan) -> CenterState:
         """Return what was seen last, or what the checkpoint says."""

@@ -1,7 +1,8 @@
 """The state of a run at one moment, read from its directory.
 
 What is read: `launch.json` (what the launcher knows), the center's counters in shared memory, or
-its checkpoint when the memory is gone, and the ends of the metrics. Each may be missing.
+its checkpoint when the memory is gone, or what the launcher writes down of a center on a cluster,
+and the ends of the metrics. Each may be missing.
 """
 
 from __future__ import annotations

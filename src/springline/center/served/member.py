@@ -218,12 +218,13 @@ class ServedMember(Member):
         try:
             return self.ask_head(method, self.rank, self._incarnation, *arguments)
         except NotAMemberError:
-            self._join_anew()
+            self._join_anew(self._patience)
             return self.ask_head(method, self.rank, self._incarnation, *arguments)
 
-    def _join_anew(self) -> None:
-        self.ask_head("join", self.rank, self._incarnation)
-        self.ask_head("joined", self.rank, self._incarnation)
+    def _join_anew(self, patience: float | None) -> None:
+        for method in ("join", "joined"):
+            call = Call(self.center.head, method, self.rank, self._incarnation, timeout=patience)
+            call.result()
 
     def wait(self, ask: Callable[[float], list[int]], what: str) -> None:
         """Wait until `ask`, which waits a while itself, names nobody any more."""
@@ -241,7 +242,7 @@ class ServedMember(Member):
             try:
                 pending = self.center.head.ask("beat", self.rank, self._incarnation, self._row)
                 if not pending.result(BEAT) and not self.left:
-                    self._join_anew()
+                    self._join_anew(patience=None)  # nobody waits for this thread
             except (TimeoutError, PeerLostError):
                 continue  # the next one will do
             except CenterError as error:

@@ -1,0 +1,246 @@
+"""The workers of a run on many machines: a Ray cluster."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from springline.center import CenterError, CheckpointError
+from springline.center.ray import NAMESPACE
+from springline.center.shared import LAYOUT_NAME
+from springline.cluster import Cluster
+from springline.launch.directory import CENTER, LaunchError
+from springline.launch.host import Assignment, put_token
+from springline.launch.machine import Place, Say
+from springline.launch.remote import RemoteWorker
+from springline.launch.request import NO_STORAGE, ClusterRequest
+from springline.launch.room import check_room, free, needs, nodes
+from springline.launch.state import CenterStatus
+from springline.launch.task import Task
+from springline.launch.watch import CenterWatch, ClusterKeeper, open_center
+
+_log = logging.getLogger("springline")
+_SHARDS = "shards"
+_WAIT = 10.0  # seconds after which we say that there is no room for a worker
+_AGAIN = 60.0  # seconds after which a warning is said again
+_LONG = 160  # letters of it
+_CLOSING = 5.0  # seconds that hosts may take to clean up
+# Of the launcher's environment, what says something of its machine or its job and not of the run.
+_OWN = (
+    "RAY_",
+    "SPRINGLINE_",
+    "CUDA_VISIBLE_DEVICES",
+    "HOSTNAME",
+    "PWD",
+    "OLDPWD",
+    "TMPDIR",
+    "SSH_",
+)
+
+
+class Machines(Place):
+    """The machines of a Ray cluster, to which this process is connected.
+
+    Args:
+        script: as the user typed it.
+        arguments: the script's own.
+        directory: the run's.
+        workers: how many.
+        asked: of the cluster.
+        checkpoint_every: seconds from one checkpoint of the center to the next, beside those of
+            its shards.
+        say: told in a sentence what happens.
+
+    Raises:
+        LaunchError: the run cannot be there.
+    """
+
+    def __init__(
+        self,
+        script: str,
+        arguments: list[str],
+        directory: Path,
+        workers: int,
+        asked: ClusterRequest,
+        checkpoint_every: float,
+        say: Say,
+    ) -> None:
+        if (directory / CENTER / LAYOUT_NAME).exists():
+            raise LaunchError(
+                f"The center of the run in {directory} is on this machine, not on a cluster. Leave "
+                "`--address` out, or start a new run."
+            )
+        check_room(asked, workers)
+        name = center_name(directory)
+        self._node = ray.get_runtime_context().get_node_id()
+        address = ray.get_runtime_context().gcs_address
+        storage = _storage(asked, directory)
+        if storage is None and CenterStatus.read(directory / CENTER) and not open_center(name):
+            raise LaunchError(
+                f"The run in {directory} was started with `--storage none`: its center is gone, "
+                "and it cannot go on. Start a new one."
+            )
+        self._cluster = Cluster(address, name, asked.shards, storage)
+        self._say = say
+        self._asked = asked
+        self._cut_off = False
+        self._sayer = _Sayer(say)
+        self._told: set[int] = set()  # ranks of which we have said that there is no room
+        self._watch = CenterWatch(directory, name)
+        where, script = _find(script, asked)
+        token = uuid.uuid4().hex
+        if storage:
+            try:
+                put_token(storage, token)
+            except CheckpointError as error:
+                raise LaunchError(f"{error} Give another with `--storage`.") from error
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(_OWN)}
+
+        def worker(rank: int) -> RemoteWorker:
+            place = rank, workers, self._cluster, environment, token
+            assignment = Assignment(script, arguments, where, *place)
+            return RemoteWorker(assignment, directory, _options(asked))
+
+        self._workers = [worker(rank) for rank in range(workers)]
+        self._keeper = ClusterKeeper(directory, checkpoint_every, say, name)
+        super().__init__(self._workers, [], self._keeper)
+        self.rescue = "It may still be on the cluster, where the run then goes on."
+
+    def begin(self) -> None:
+        """Begin to keep and to watch the center."""
+        _log.addHandler(self._sayer)
+        super().begin()
+        self._watch.start()
+
+    def tick(self) -> None:
+        """Say, once, for whom there is no room."""
+        waiting = [w.entry.rank for w in self._workers if w.waits > _WAIT]
+        new = [rank for rank in waiting if rank not in self._told]
+        self._told = set(waiting)
+        if new:
+            ranks = ", ".join(map(str, new))
+            who = f"Worker {ranks} waits" if len(new) == 1 else f"Workers {ranks} wait"
+            self._say(f"{who} for room: each needs {needs(self._asked)}. {free(self._asked)}")
+
+    def gone(self, worker: Task) -> None:
+        """Tell the center, so that nobody waits for it."""
+        if worker.entry.exit_code is None and self._is_cut_off():
+            worker.refused = (
+                f"{worker.name.capitalize()} {worker.describe_end()}. This machine has left the "
+                "cluster (its Ray node has died), and all workers are lost with it: the run ends. "
+                "Start Ray here again."
+            )
+        else:
+            self._watch.gone(worker.entry.rank)
+
+    def finish(self, hurried: Callable[[], bool]) -> Path | None:
+        """Look for the last time, keep the center and end it."""
+        self._cut_off = self._is_cut_off()
+        if self._cut_off:
+            raise CenterError("This machine has left the cluster.")
+        self._watch.finish()
+        return self._keeper.finish(hurried)
+
+    def release(self) -> None:
+        """Let the hosts go."""
+        self._watch.end()
+        self._keeper.end()
+        _log.removeHandler(self._sayer)
+        if self._cut_off:
+            return  # they are gone, and nobody answers
+        for worker in self._workers:
+            worker.release()
+        if closing := [worker.closing for worker in self._workers if worker.closing is not None]:
+            ray.wait(closing, num_returns=len(closing), timeout=_CLOSING)
+        ray.shutdown()
+
+    def _is_cut_off(self) -> bool:
+        """Whether the node that this process is connected through is gone."""
+        try:
+            return self._node not in {node["NodeID"] for node in nodes()}
+        except (RayError, ConnectionError):
+            return True
+
+
+class _Sayer(logging.Handler):
+    """Says what is logged while we ask the center, once in a while."""
+
+    def __init__(self, say: Say) -> None:
+        super().__init__(logging.WARNING)
+        self._say = say
+        self._said: dict[str, float] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Say it, unless the same was said a moment ago."""
+        if time.monotonic() - self._said.get(record.msg, -_AGAIN) >= _AGAIN:
+            self._said[record.msg] = time.monotonic()
+            text = " ".join(record.getMessage().split())
+            self._say(text if len(text) < _LONG else f"{text[:_LONG]} …")
+
+
+def connect_with(address: str, directory: str) -> None:
+    """Connect to the cluster anew, with a directory that Ray copies to every machine."""
+    ray.shutdown()
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    options["runtime_env"] = {"working_dir": directory}
+    try:
+        ray.init(address=address, namespace=NAMESPACE, **options)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise LaunchError(
+            f"The directory {directory} cannot be copied to the machines of the cluster: {error}"
+        ) from error
+
+
+def center_name(directory: Path) -> str:
+    """Return the name of a run's center: the same one for the same directory.
+
+    >>> center_name(Path("/home/me/runs/digits"))
+    'digits-2d8421a4'
+    """
+    digest = hashlib.sha256(str(directory.absolute()).encode()).hexdigest()
+    return f"{directory.name}-{digest[:8]}"
+
+
+def _storage(asked: ClusterRequest, directory: Path) -> str | None:
+    if asked.storage == NO_STORAGE:
+        return None
+    return asked.storage or str(directory / CENTER / _SHARDS)
+
+
+def _find(script: str, asked: ClusterRequest) -> tuple[str | None, str]:
+    """Return the directory that a host is to be in, and the script as seen from there.
+
+    Without a directory, a host is where Ray has copied the user's to: the one of `--working-dir`,
+    or that of the job that this launcher is (`ray job submit --working-dir`).
+    """
+    copied = Path(asked.working_dir) if asked.working_dir else None
+    if copied is None and ray.get_runtime_context().runtime_env.get("working_dir"):
+        copied = Path.cwd()
+    if copied is None:
+        return str(Path.cwd()), script
+    try:
+        return None, str(Path(script).resolve().relative_to(copied.resolve()))
+    except ValueError as error:
+        raise LaunchError(
+            f"The script must be in the directory that is copied to the machines, {copied}. "
+            f"Received: {script}."
+        ) from error
+
+
+def _options(asked: ClusterRequest) -> dict[str, Any]:
+    return {
+        "num_cpus": 1.0 if asked.cpus is None else asked.cpus,
+        "num_gpus": asked.gpus or 0.0,
+        "max_restarts": 0,
+        "max_task_retries": 0,
+        "scheduling_strategy": "SPREAD",
+    }

@@ -1,0 +1,134 @@
+"""What the user asks of a launch, checked before anything is done."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from springline.launch.directory import LaunchError
+
+NO_STORAGE = "none"
+_OPTIONS = {
+    "shards": "--center-shards",
+    "storage": "--storage",
+    "cpus": "--cpus",
+    "gpus": "--gpus",
+    "working_dir": "--working-dir",
+}
+
+
+@dataclass(frozen=True)
+class ClusterRequest:
+    """What is asked of a Ray cluster; None where nothing was said.
+
+    Args:
+        address: the cluster's: `auto` or `HOST:PORT`. None for this machine alone.
+        shards: into how many the center is cut.
+        storage: where its shards keep checkpoints; `none` for nowhere.
+        cpus: of each worker.
+        gpus: of each worker.
+        working_dir: a directory that is copied to every machine, from which the script is run.
+    """
+
+    address: str | None = None
+    shards: int | None = None
+    storage: str | None = None
+    cpus: float | None = None
+    gpus: float | None = None
+    working_dir: str | None = None
+
+    def check(self, ps: int | None, goes_on: bool = True) -> None:
+        """Refuse what cannot be.
+
+        Args:
+            ps: how many parameter servers are asked for.
+            goes_on: whether the run may be an earlier one, whose address is known.
+        """
+        if not goes_on:
+            self._check_address()
+        if self.address and ps:
+            raise LaunchError(
+                f"`--ps` starts parameter servers on this machine only. Received: --ps {ps} with "
+                f"--address {self.address}. Leave one of them out."
+            )
+        if self.address and "://" in self.address:
+            raise LaunchError(
+                f"`--address` must be `auto` or HOST:PORT, of a cluster that this machine is part "
+                f"of. Received: {self.address}. From outside, use `ray job submit -- springline "
+                "run --address auto ...`."
+            )
+        if self.shards is not None and self.shards < 1:
+            raise LaunchError(
+                f"`--center-shards` must be an integer >= 1. Received: {self.shards}."
+            )
+        for name in ("cpus", "gpus"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < float("inf"):
+                raise LaunchError(f"`--{name}` must be a number >= 0. Received: {value:g}.")
+        if self.working_dir is not None and not Path(self.working_dir).is_dir():
+            raise LaunchError(f"`--working-dir` must be a directory. Received: {self.working_dir}.")
+
+    def absolute(self) -> ClusterRequest:
+        """Return the same, whatever directory one is in."""
+        said = asdict(self)
+        if self.storage and self.storage != NO_STORAGE and "://" not in self.storage:
+            said["storage"] = str(Path(self.storage).absolute())
+        if self.working_dir:
+            said["working_dir"] = str(Path(self.working_dir).absolute())
+        return ClusterRequest(**said)
+
+    def over(self, before: Mapping[str, Any] | None, directory: Path) -> ClusterRequest:
+        """Return this with what an earlier launch in the directory was asked where it says nothing.
+
+        Args:
+            before: what that launch was asked; None if there was none, or on one machine.
+            directory: the run's.
+        """
+        said = {k: v for k, v in asdict(self).items() if v is not None}
+        known = {field.name for field in fields(self)}
+        asked = {k: v for k, v in (before or {}).items() if k in known}
+        for name in ("storage", "shards"):
+            if before is not None and said.get(name, asked.get(name)) != asked.get(name):
+                option, was = _OPTIONS[name], asked.get(name)
+                how = f"without `{option}`" if was is None else f"with `{option} {was}`"
+                raise LaunchError(
+                    f"The run in {directory} was started {how}, for good. Received: `{option} "
+                    f"{said[name]}`. Leave it out, or start a new run."
+                )
+        merged = ClusterRequest(**{**asked, **said})
+        merged._check_address()
+        return merged
+
+    def _check_address(self) -> None:
+        for name, option in _OPTIONS.items():
+            if self.address is None and getattr(self, name) is not None:
+                raise LaunchError(
+                    f"`{option}` is for a run on a cluster. Give its address with `--address`, or "
+                    "leave it out."
+                )
+
+
+def check_script(script: Path) -> None:
+    """Refuse what is no script."""
+    if sys.platform != "linux":
+        raise LaunchError(f"`springline run` needs Linux; this is {sys.platform}.")
+    if script.is_dir():
+        raise LaunchError(f"The script must be a Python file. Received: {script}, a directory.")
+    if not script.exists():
+        raise LaunchError(f"There is no script {script}.")
+    if not os.access(script, os.R_OK):
+        raise LaunchError(f"The script {script} cannot be read. May you?")
+
+
+def check_numbers(workers: int | None, ps: int | None, max_restarts: int) -> None:
+    """Refuse numbers that are too small."""
+    if workers is not None and workers < 1:
+        raise LaunchError(f"`--workers` must be an integer >= 1. Received: {workers}.")
+    if ps is not None and ps < 0:
+        raise LaunchError(f"`--ps` must be an integer >= 0. Received: {ps}.")
+    if max_restarts < 0:
+        raise LaunchError(f"`--max-restarts` must be an integer >= 0. Received: {max_restarts}.")

@@ -1,0 +1,103 @@
+"""One worker of a run, wherever it is: started, looked at, signalled, killed, its output kept.
+
+RUN/logs/rank-K.log    what rank K prints, over all its lives
+RUN/logs/ps-K.log      what parameter server K of a TensorFlow cluster prints
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Literal
+
+from springline.launch.state import WorkerEntry
+
+Job = Literal["ps", "worker"]
+_TAIL = 64 * 1024  # bytes of a log that its last lines are looked for in
+
+
+class Task(ABC):
+    """One rank of a run, or one of its parameter servers, over all its lives.
+
+    Args:
+        directory: the run's.
+        number: the worker's rank, or the server's number.
+        job: which of the two it is.
+
+    Attributes:
+        entry: what is known of it.
+        restart_at: when it is to be started again, if it is.
+        refused: why it can never be started, once that is known.
+    """
+
+    def __init__(self, directory: Path, number: int, job: Job = "worker") -> None:
+        self.entry = WorkerEntry(number)
+        self.name = f"worker {number}" if job == "worker" else f"parameter server {number}"
+        kind = "rank" if job == "worker" else "ps"
+        self.log = directory / "logs" / f"{kind}-{number}.log"
+        self.restart_at = 0.0
+        self.refused: str | None = None
+        self._mark = f"--- {kind} {number}, start "
+
+    @property
+    @abstractmethod
+    def alive(self) -> bool:
+        """Whether it runs, or is about to, as far as `look` has seen."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start it."""
+
+    @abstractmethod
+    def look(self) -> bool:
+        """Return whether it has ended since the last look; its entry then has the exit code."""
+
+    @abstractmethod
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Kill it and all that it has started."""
+
+    def release(self) -> None:
+        """Give back what it holds: it is not started again."""
+
+    def describe_end(self) -> str:
+        """Say how it ended."""
+        code = self.entry.exit_code
+        return "was lost" if code is None else describe_exit(code)
+
+    def first_line(self) -> str:
+        """Return the line that begins another life of it in its log."""
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        return f"{self._mark}{len(self.entry.starts)}, {now} ---\n"
+
+    def last_lines(self, count: int = 20) -> list[str]:
+        """Return the last lines of its output, of its last life only."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+                text = file.read().decode("utf-8", "replace")
+        except OSError as error:
+            return [f"(Its output cannot be read: {error}.)"]
+        lines = text.splitlines()
+        starts = [n for n, line in enumerate(lines) if line.startswith(self._mark)]
+        return lines[starts[-1] + 1 if starts else 0 :][-count:]
+
+
+def describe_exit(code: int) -> str:
+    """Say how a process ended.
+
+    >>> describe_exit(-9), describe_exit(3)
+    ('was killed by SIGKILL', 'ended with status 3')
+    """
+    if code >= 0:
+        return f"ended with status {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"

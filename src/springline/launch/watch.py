@@ -1,0 +1,147 @@
+"""What the launcher does for a center on a cluster: watches it, keeps it, tells it who is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ray.exceptions import RayError
+
+from springline.center import CenterError
+from springline.center.ray import RayCenter
+from springline.launch.directory import CENTER
+from springline.launch.keeper import Keeper
+from springline.launch.state import CenterStatus
+
+_EVERY = 1.0  # seconds between two looks at the center
+_LAST = 5.0  # seconds that the last look may take, and the end if somebody is in a hurry
+_SAVING = 300.0  # seconds that reading and saving a center may take at the end
+
+
+class ClusterKeeper(Keeper):
+    """Keeps a center on a cluster: the first checkpoint as soon as there is one.
+
+    Args:
+        directory: the run's.
+        every: seconds from one checkpoint to the next.
+        say: told of a checkpoint that failed.
+        name: the center's.
+    """
+
+    def __init__(
+        self, directory: Path, every: float, say: Callable[[str], None], name: str
+    ) -> None:
+        super().__init__(directory, every, say)
+        self._before = self.saved
+        self._name = name
+
+    def finish(self, hurried: Callable[[], bool] = lambda: False) -> Path | None:
+        """Do as every keeper does, but not for ever: what is asked may never answer.
+
+        Args:
+            hurried: whether somebody does not want to wait any more.
+        """
+        found: list[Path | BaseException | None] = []
+
+        def finish() -> None:
+            try:
+                found.append(super(ClusterKeeper, self).finish())
+            except BaseException as error:
+                found.append(error)
+
+        thread = threading.Thread(target=finish, name="last keeper", daemon=True)
+        thread.start()
+        start = time.monotonic()
+        while thread.is_alive() and time.monotonic() - start < (_LAST if hurried() else _SAVING):
+            thread.join(0.1)
+        if not found:
+            raise CenterError("The cluster has not answered yet.")
+        if isinstance(found[0], BaseException):
+            raise found[0]
+        return found[0]
+
+    def _open(self) -> RayCenter | None:
+        return open_center(self._name)
+
+    def _retire(self, center: Any) -> None:
+        center.save(self._checkpoint)
+        center.retire()
+
+    def _pause(self) -> float:
+        return self._every if self.saved != self._before else min(self._every, _EVERY)
+
+
+class CenterWatch:
+    """Writes down what a center says of itself, again and again, in a thread of its own.
+
+    Args:
+        directory: the run's.
+        name: the center's.
+    """
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self._directory = directory / CENTER
+        self._name = name
+        self._last: CenterStatus | None = None
+        self._head: Any = None
+        self._stop = threading.Event()
+        self._once_more = False
+        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def gone(self, rank: int) -> None:
+        """Tell the center that a worker is gone: nobody is to wait for it."""
+        if self._head is not None:
+            self._head.tell("leave", rank, None)
+
+    def end(self) -> None:
+        """Look no more; waits for nothing."""
+        self._stop.set()
+
+    def finish(self) -> None:
+        """Look for the last time, when all workers are gone."""
+        self._once_more = True
+        self._stop.set()
+        self._thread.join(_LAST)
+        if self._last is not None:
+            replace(self._last, members=[]).write(self._directory)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(_EVERY):
+            self._try_to_look()
+        if self._once_more:
+            self._try_to_look()
+
+    def _try_to_look(self) -> None:
+        with contextlib.suppress(CenterError, OSError, RayError):  # the next look will do
+            self._look()
+
+    def _look(self) -> None:
+        center = open_center(self._name)
+        if center is None:
+            return
+        with center:
+            self._head = center.head
+            self._last = CenterStatus(
+                center.plan.to_json(),
+                center.version,
+                center.members(),
+                [(rank.steps, rank.exchanges, rank.seconds) for rank in center.progress()],
+            )
+        self._last.write(self._directory)
+
+
+def open_center(name: str) -> RayCenter | None:
+    """Open a center on the cluster; None if there is none."""
+    try:
+        return RayCenter.open(name)
+    except (CenterError, RayError):
+        return None
