@@ -111,6 +111,7 @@ def run(
     ] = None,
 ) -> None:
     """Start SCRIPT on many workers, watch them, and keep the center."""
+    from springline.monitor.metrics import FOLDER
     from springline.monitor.plot import draw
     from springline.monitor.screen import Screen
     from springline.monitor.words import many
@@ -136,7 +137,8 @@ def run(
     start = "Going on with the run in" if launcher.continues else "A new run in"
     who = many(launcher.workers, "worker")
     who += f" and {many(launcher.ps, 'parameter server')}" if launcher.ps else ""
-    who += f" of the cluster at {launcher.address}" if launcher.address else ""
+    if launcher.address:
+        who += f" of the cluster at {launcher.address}, the center is {launcher.center_name}"
     say(f"{start} {place}: {script} on {who}.")
     with Screen(launcher.directory, console, live=console.is_terminal and not no_live) as screen:
         status = launcher.run(screen.refresh)
@@ -157,11 +159,13 @@ def run(
     words = f"The output of all is in {place}/logs"
     if launcher.center:
         words = f"The center is in {_short(launcher.center)}, the workers' output in {place}/logs"
-    words += f", the metrics in {place}/metrics"
+    if (launcher.directory / FOLDER).exists():
+        words += f", the metrics in {place}/{FOLDER}"
     words += f", the plot in {_short(plot)}." if plot else "."
     if status:
         again = ["springline", "run", "--run", str(place), str(script), *arguments]
-        words += f" Go on with: {shlex.join(again)}"
+        where = " (from the script's own checkpoint)" if launcher.ps else ""
+        words += f" Go on{where} with: {shlex.join(again)}"
     say(words)
     raise typer.Exit(status)
 

@@ -116,12 +116,23 @@ def test_a_server_that_dies_ends_the_run(start_command, tasks, run):
     assert (
         "The last lines of parameter server 1 (run/logs/ps-1.log):\n  serving\n" in command.output
     )
-    assert "Go on with: springline run --run run " in command.output
+    assert "Go on (from the script's own checkpoint) with: springline run --run " in command.output
     assert "restart" not in command.output
     assert all_gone(pids)
     assert [server.state for server in run.state.ps] == ["stopped", "failed"]
     assert [worker.state for worker in run.state.workers] == ["stopped", "stopped"]
     assert [worker.exit_code for worker in run.state.workers] == [-15, -15]
+
+
+def test_what_comes_after_a_run_on_servers(command, tasks, run, tmp_path):
+    first = command("run", "--ps", 2, "--workers", 2, "--run", run.path, tasks)
+    assert first.process.returncode == 0, first.output
+    other = command("run", "--ps", 2, "--workers", 3, "--run", run.path, tasks)
+    assert other.process.returncode == 2
+    assert "has 2 workers, for good. Received: --workers 3." in other.output
+    exported = command("export", run.path, tmp_path / "center.safetensors")
+    assert exported.process.returncode == 2
+    assert "was on TensorFlow's parameter servers" in exported.output
 
 
 def test_a_script_that_does_not_serve_is_told_so(command, script, run):

@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from springline.launch.process import WorkerProcess
 from springline.launch.state import LaunchState, WorkerEntry
 
 
@@ -49,3 +50,18 @@ def test_nothing_that_can_be_read_is_a_new_beginning(tmp_path, text):
     now = state(30.0, WorkerEntry(0))
     now.go_on(tmp_path)
     assert now == state(30.0, WorkerEntry(0))
+
+
+def test_the_last_words_are_the_scripts_own(tmp_path):
+    """TensorFlow's libraries often speak after it."""
+    process = WorkerProcess(["script.py"], tmp_path, 0, {})
+    process.log.parent.mkdir()
+    process.log.write_text(
+        "ValueError: no such thing\n"
+        "W0000 00:00:1700000000.123456   12345 local_rendezvous.cc:412] Local rendezvous is abort\n"
+        "2026-11-16 03:00:00.123456: I tensorflow/core/util/port.cc:153] oneDNN custom operations\n"
+        "\n"
+    )
+    assert process.last_words() == "ValueError: no such thing"
+    process.log.write_text("I0000 00:00:1700000000.123456   12345 cpu_utils.cc:24] nothing else\n")
+    assert process.last_words() == ""

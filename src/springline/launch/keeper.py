@@ -20,6 +20,7 @@ from springline.center.checkpoint import newest, write_tensors
 from springline.center.extras import with_extras
 from springline.center.shared import CHECKPOINT_NAME, LAYOUT_NAME
 from springline.launch.directory import CENTER, LaunchError
+from springline.launch.state import LaunchState
 
 if TYPE_CHECKING:
     from springline.center.ray import RayCenter
@@ -151,6 +152,12 @@ def _find_center(directory: Path) -> tuple[Mapping[str, NDArray[Any]], str]:
         return with_extras(place, _read(saved, "center/")), f"from {saved}"
     if (directory / FINAL).exists():
         return _read(directory / FINAL, ""), f"from {directory / FINAL}"
+    state = LaunchState.last(directory)
+    if state and state.ps:
+        raise LaunchError(
+            f"The center of the run in {directory} was on TensorFlow's parameter servers. What is "
+            "left of it is what the script has saved (`swapping_saver`)."
+        )
     raise LaunchError(f"The run in {directory} has no center yet: no worker has made one.")
 
 

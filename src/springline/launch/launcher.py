@@ -81,6 +81,7 @@ class Launcher:
         self._processes, self._servers = self._place.workers, self._place.servers
         self.workers, self.ps = len(self._processes), len(self._servers)
         self.address = asked.address
+        self.center_name = self._place.center_name
         self.center: Path | None = None  # where it is, at the end
         self.failed: Task | None = None  # the one that ended the run
         self._state = LaunchState(
@@ -203,7 +204,8 @@ class Launcher:
         elif entry.restarts < self._max_restarts:
             entry.state = "restarting"
             process.restart_at = time.monotonic() + _PAUSE
-            last = "".join(f' Its last line: "{line}"' for line in process.last_lines(1))
+            words = process.last_words()
+            last = f' Its last line: "{words}"' if words else ""
             self._tell(f"{how}; restart {entry.restarts + 1} of {self._max_restarts}.{last}")
         else:
             entry.state = "failed"

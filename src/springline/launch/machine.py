@@ -22,9 +22,11 @@ class Place:
         servers: parameter servers of a TensorFlow cluster, by number.
         keeper: the center's.
         rescue: what to do if the center could not be saved at the end.
+        center_name: what the center is called, if it has a name.
     """
 
     rescue = ""
+    center_name: str | None = None
 
     def __init__(self, workers: Sequence[Task], servers: Sequence[Task], keeper: Keeper) -> None:
         self.workers = list(workers)

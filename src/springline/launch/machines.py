@@ -113,6 +113,7 @@ class Machines(Place):
         self._workers = [worker(rank) for rank in range(workers)]
         self._keeper = ClusterKeeper(directory, checkpoint_every, say, name)
         super().__init__(self._workers, [], self._keeper)
+        self.center_name = name
         self.rescue = "It may still be on the cluster, where the run then goes on."
 
     def begin(self) -> None:

@@ -51,6 +51,11 @@ def find_place(
         ps = len(before.ps)
     if before and workers is None and (before.cluster or (before.ps and ps)):
         workers = len(before.workers)
+    if before and before.ps and ps and workers != len(before.workers):
+        raise LaunchError(
+            f"The run in {directory} has {len(before.workers)} workers, for good. Received: "
+            f"--workers {workers}. Leave it out, or start a new run."
+        )
     if not asked.address:
         workers = _number(claim, workers, max(2, cores()))
         keeper = Keeper(directory, every, say)

@@ -7,6 +7,7 @@ RUN/logs/ps-K.log      what parameter server K of a TensorFlow cluster prints
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from abc import ABC, abstractmethod
@@ -16,6 +17,8 @@ from typing import Literal
 from springline.launch.state import WorkerEntry
 
 Job = Literal["ps", "worker"]
+# What the C++ parts of TensorFlow and gRPC write, often after a script's own last word.
+_LOGGED = re.compile(r"[IWEF]0000 |[IWEF]\d{4} \d\d:|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IWEF] ")
 _TAIL = 64 * 1024  # bytes of a log that its last lines are looked for in
 
 
@@ -75,6 +78,11 @@ class Task(ABC):
         """Return the line that begins another life of it in its log."""
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         return f"{self._mark}{len(self.entry.starts)}, {now} ---\n"
+
+    def last_words(self) -> str:
+        """Return its last line that is not of a library's log; nothing if there is none."""
+        lines = [line for line in self.last_lines(200) if line.strip()]
+        return next((line for line in reversed(lines) if not _LOGGED.match(line)), "")
 
     def last_lines(self, count: int = 20) -> list[str]:
         """Return the last lines of its output, of its last life only."""
