@@ -7,8 +7,9 @@ import ctypes
 import socket
 import sys
 import time
+import uuid
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from springline.center.errors import CenterError
@@ -51,6 +52,7 @@ class RayPeer:
         self.name = name
         self.actor = actor
         self._handle = handle
+        self._probe: Any = None  # the question which life it is in, until it is answered
 
     def ask(self, method: str, *arguments: Any) -> _Pending:
         """Begin a call."""
@@ -71,6 +73,19 @@ class RayPeer:
         """Make a call whose answer nobody waits for."""
         getattr(self._handle, method).options(num_returns=0).remote(*arguments)
 
+    def has_restarted(self, life: str) -> bool:
+        """Whether a shard is known to be in another life than that one; does not wait."""
+        if self._probe is None:
+            self._probe = self._handle.in_life.remote()
+        try:
+            now = ray.get(self._probe, timeout=0)
+        except GetTimeoutError:
+            return False  # it is away, or has not answered yet
+        except RayActorError:
+            now = life  # ask again
+        self._probe = None
+        return bool(now != life)
+
     def lost(self, error: Exception) -> Exception:
         """Return what a call to an actor that is gone raises: whether it comes back, or not."""
         lines = [line for line in str(error).splitlines() if line.strip()]
@@ -90,22 +105,42 @@ class _Pending:
     def __init__(self, peer: RayPeer, ref: Any) -> None:
         self._peer = peer
         self._ref = ref
+        self._answer: Any = None
 
     def result(self, timeout: float) -> Any:
         try:
-            return _whole(ray.get(self._ref, timeout=timeout), timeout)
+            self._answer = ray.get(self._ref, timeout=timeout)
+            return _whole(self._answer, timeout)
         except GetTimeoutError as error:
+            if self._is_lost():
+                raise PeerLostError("it was started again before its answer was here") from error
             raise TimeoutError from error
         except RayTaskError as error:
             raise (error.cause if isinstance(error.cause, Exception) else error) from None
         except (RayActorError, ObjectLostError) as error:
             raise self._peer.lost(error) from error
 
+    def _is_lost(self) -> bool:
+        """Whether the answer's data has gone with its shard: Ray may take minutes to notice."""
+        data = getattr(self._answer, "data", None)
+        return isinstance(data, Stored) and self._peer.has_restarted(data.life)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What stands for an answer's data: where it is, and the life of the shard that put it there.
+
+    The life is drawn by a shard when it starts.
+    """
+
+    ref: Any
+    life: str
+
 
 def _whole(answer: Any, timeout: float) -> Any:
     """Return an answer with its data, for which a reference may stand."""
-    if isinstance(answer, Reply) and isinstance(answer.data, ray.ObjectRef):
-        return replace(answer, data=ray.get(answer.data, timeout=timeout))
+    if isinstance(answer, Reply) and isinstance(answer.data, Stored):
+        return replace(answer, data=ray.get(answer.data.ref, timeout=timeout))
     return answer
 
 
@@ -116,11 +151,18 @@ class RayShard(Shard):
         if sys.platform == "linux":
             for parameter, value in _MALLOC:
                 ctypes.CDLL(None).mallopt(parameter, value)
+        self._life = uuid.uuid4().hex
         super().__init__(*arguments)
+
+    def in_life(self) -> str:
+        """Return what is drawn anew whenever the shard is started."""
+        return self._life
 
     def snapshot(self) -> Any:
         """Copy the center into Ray's own memory, once, instead of returning a copy to be copied."""
-        return ray.put(self._center) if len(self._center) > _INLINE else super().snapshot()
+        if len(self._center) > _INLINE:
+            return Stored(ray.put(self._center), self._life)
+        return super().snapshot()
 
 
 class RayHead(Head):
