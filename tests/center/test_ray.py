@@ -62,6 +62,17 @@ def test_it_follows_what_was_recorded(name, run):
         worker.member.leave()
 
 
+def test_shards_are_spread_over_the_machines(name):
+    center = make(name, shards=4)
+    where = {
+        ray.get(actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()))
+        for key, actor in actors_of(name).items()
+        if key != "head"
+    }
+    assert len(where) == 2
+    center.close()
+
+
 def net(seed=0):
     torch.manual_seed(seed)
     return torch.nn.Sequential(torch.nn.Linear(4, 300), torch.nn.BatchNorm1d(300), torch.nn.ReLU())

@@ -19,6 +19,7 @@ from springline.center.layout import Layout
 from springline.center.plan import Plan
 from springline.center.ray_actors import (
     NAMESPACE,
+    NodeAffinitySchedulingStrategy,
     RayHead,
     RayShard,
     connect,
@@ -91,7 +92,8 @@ class RayCenter(ServedCenter):
         """
         connect(address)
         plan = Plan.of(layout, rule, use_locking)
-        head = _actor(RayHead, head_name(name), 1000, name, storage, grace, linger)
+        about = name, storage, grace, linger
+        head = _actor(RayHead, head_name(name), 1000, "SPREAD", *about)
         peer, who = head_peer(name, head), uuid.uuid4().hex
         description = Call(peer, "claim", who).result()
         if description is None:
@@ -140,7 +142,7 @@ class RayCenter(ServedCenter):
         raise CenterError(f"The center {self.name!r} could not be saved and ended in time.")
 
 
-def _actor(kind: type, name: str, concurrency: int, *arguments: Any) -> Any:
+def _actor(kind: type, name: str, concurrency: int, where: Any, *arguments: Any) -> Any:
     """Make an actor, or find the one of that name."""
     options = {
         "name": name,
@@ -151,7 +153,7 @@ def _actor(kind: type, name: str, concurrency: int, *arguments: Any) -> Any:
         "max_restarts": -1,
         "max_task_retries": 0,
         "max_concurrency": concurrency,
-        "scheduling_strategy": "SPREAD",
+        "scheduling_strategy": where,
     }
     return ray.remote(kind).options(**options).remote(*arguments)
 
@@ -197,8 +199,12 @@ def _shards(name: str, plan: Plan, rule: Rule, description: Mapping[str, Any]) -
         for k in range(description["shards"])
     ]
     concurrency = plan.workers + 8
+    # Each on the next machine, for as long as that is there. Ray's own spreading looks at CPUs,
+    # of which shards ask for none.
+    nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
+    places = [NodeAffinitySchedulingStrategy(node, soft=True) for node in nodes]
     return [
-        _actor(RayShard, shard_name(name, k), concurrency, *given)
+        _actor(RayShard, shard_name(name, k), concurrency, places[k % len(places)], *given)
         for k, given in enumerate(arguments)
     ]
 

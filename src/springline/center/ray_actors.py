@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import socket
 import sys
 import time
@@ -26,6 +27,9 @@ try:
         RayActorError,
         RayTaskError,
     )
+    from ray.util.scheduling_strategies import (
+        NodeAffinitySchedulingStrategy as NodeAffinitySchedulingStrategy,
+    )
 except ImportError as missing:
     raise ImportError(
         "A center on many machines needs Ray. Install it on every machine: "
@@ -34,8 +38,10 @@ except ImportError as missing:
 
 NAMESPACE = "springline"
 _PAUSE = 0.2  # seconds before an actor that is away is asked again
+_SAVING = 60.0  # seconds that a shard may take to write itself for the last time
 _FIRST = 120.0  # seconds that the first member may take to come, at least
 _INLINE = 100_000  # bytes that Ray sends along with an answer
+_log = logging.getLogger("springline")
 _MALLOC = ((-1, 2**31 - 1), (-3, 2**30))  # glibc: keep freed memory; reuse it for large arrays
 
 
@@ -207,10 +213,14 @@ class RayHead(Head):
         for k in range((self._description or {}).get("shards", 0)):
             try:
                 handle = find(shard_name(self._name, k))
-                await handle.save.remote()
-                ray.kill(handle)
-            except (ValueError, RayActorError):
+            except ValueError:
                 continue  # it is gone
+            peer = RayPeer(f"shard {k}", shard_name(self._name, k), handle)
+            try:
+                await asyncio.wait_for(peer.answer("save"), _SAVING)
+            except (CenterError, asyncio.TimeoutError) as error:
+                _log.warning("Shard %d ends without a last checkpoint: %s", k, error)
+            ray.kill(handle)
         ray.kill(find(head_name(self._name)))
 
 
