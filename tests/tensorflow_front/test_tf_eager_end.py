@@ -76,6 +76,31 @@ def test_log_knows_the_step(team, directory):
     assert '"step": 3' in (directory / "metrics" / "rank-0.jsonl").read_text()
 
 
+@MODES
+def test_variables_of_keras(function):
+    """With a tape, with `var_list`, and found by the loss."""
+    dense = tf.keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+    x = tf.constant([[1.0, 2.0]])
+    dense(x)
+    opt = small(moving_rate=0.5, rho=0.0)
+
+    def tape():
+        with tf.GradientTape() as tape:
+            loss = -tf.reduce_sum(dense(x))
+        kernels = dense.trainable_variables
+        opt.apply_gradients(zip(tape.gradient(loss, kernels), kernels, strict=True))
+
+    def found():
+        opt.minimize(lambda: -tf.reduce_sum(dense(x)))
+
+    def named():
+        opt.minimize(lambda: -tf.reduce_sum(dense(x)), var_list=dense.trainable_variables)
+
+    for step, expected in ((tape, 0.5), (found, 1.0), (named, 1.5)):
+        (tf.function(step) if function else step)()
+        close(dense.kernel.numpy(), [[expected], [2 * expected]])
+
+
 SCRIPT = """
 import numpy as np, tensorflow as tf, springline
 from springline.tensorflow import AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer
@@ -212,6 +237,8 @@ def test_bad_arguments():
     v = tf.Variable(1.0)
     with pytest.raises(TypeError, match=r"must hold tf\.Variables"):
         small().compute_gradients(lambda: v * v, var_list=[1.0])
+    with pytest.raises(RuntimeError, match=r"Received: EagerTensor of shape \(500,\) and dtype"):
+        small().minimize(tf.zeros(500))
     with pytest.raises(ValueError, match="reads no trainable variable"):
         small().minimize(lambda: tf.constant(1.0))
     with pytest.raises(ValueError, match="No gradients provided"):

@@ -1,5 +1,7 @@
 """Bad input: the documented exception, in a sentence that helps."""
 
+import inspect
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -12,9 +14,9 @@ rules = pytest.mark.parametrize("rule", GETTERS)
 class Bench:
     """A model of one process, with an optimizer."""
 
-    def __init__(self, rule, inner=None, getter=None, **options):
+    def __init__(self, rule, inner=None, getter=None, resource=True, **options):
         self.getter = GETTERS[rule]("")
-        with v1.variable_scope("", custom_getter=self.getter):
+        with v1.variable_scope("", custom_getter=self.getter, use_resource=resource):
             self.v = v1.get_variable("v", initializer=1.0)
         self.loss = tf.square(self.v)
         self.step = v1.train.get_or_create_global_step()
@@ -48,6 +50,23 @@ def test_pairs_of_something_else(rule):
 
 
 @rules
+def test_messages_are_short(rule):
+    """Of arrays they have the shape, not the numbers."""
+    large = np.full((300, 2), 1.25)
+    bench = Bench(rule)
+    wrong = [5, [large], [(large, large)], [(large, tf.constant(large))], [(large, 3), (1, 2)]]
+    for pairs in [*wrong, [({"g": large}, bench.v)], [(tf.constant(large), bench.v)]]:
+        with pytest.raises(TypeError, match=r"Received: ") as caught:
+            bench.apply(pairs)
+        assert "1.25" not in str(caught.value)
+        assert len(str(caught.value)) < 300
+    with pytest.raises(TypeError, match=r"variable=ndarray of shape \(300, 2\) and dtype float64"):
+        bench.apply([(large, large)])
+    with pytest.raises(TypeError, match=r"optimizer must be .* ndarray of shape \(300, 2\)"):
+        wrap(rule, large, 1, bench.getter)
+
+
+@rules
 def test_no_gradients(rule):
     bench = Bench(rule)
     with pytest.raises(ValueError, match=r"No variable has a gradient.*v:0"):
@@ -77,7 +96,8 @@ def test_variable_of_another_getter_is_named(rule):
     bench = Bench(rule)
     with v1.variable_scope("", custom_getter=GETTERS[rule]("")):
         other = v1.get_variable("other", initializer=1.0)
-    with pytest.raises(ValueError, match=r"'other:0' was not made through this getter"):
+    said = rf"'other:0' was not made through this getter.*same instance of {GETTERS[rule].__name__}"
+    with pytest.raises(ValueError, match=said):
         bench.apply([(tf.constant(1.0), other)])
 
 
@@ -116,6 +136,12 @@ def test_number_of_workers(rule):
 def test_moving_rate(rate):
     with pytest.raises(ValueError, match=r"`moving_rate` must be in \(0, 1\].*Received"):
         Bench("elastic", moving_rate=rate)
+
+
+def test_moving_rate_has_the_default_of_this_class():
+    sgd, getter = v1.train.GradientDescentOptimizer(0.1), GETTERS["elastic"]("")
+    with pytest.raises(ValueError, match=r"0.9/communication_period/num_worker = 0.09\."):
+        wrap("elastic", sgd, 2, getter, communication_period=5, moving_rate=2.0)
 
 
 @pytest.mark.parametrize("rho", [-0.1, np.nan, np.inf], ids=str)
@@ -209,6 +235,44 @@ def test_saver_before_the_model(rule):
     opt = wrap(rule, v1.train.GradientDescentOptimizer(0.1), 1, GETTERS[rule](""))
     with pytest.raises(RuntimeError, match=f"{GETTERS[rule].__name__}.*Make the model first"):
         opt.swapping_saver()
+
+
+@rules
+@pytest.mark.parametrize("resource", [True, False], ids=["resource", "reference"])
+def test_a_worker_that_was_not_set_to_the_center_is_warned_once(rule, resource, capfd):
+    bench = Bench(rule, resource=resource, **{PERIODS[rule]: 1})
+    train = bench.opt.minimize(bench.loss, bench.step)
+    init = bench.opt.get_init_op() if rule == "average" else bench.opt.get_init_op(0)
+    said = []
+    for first in ([], [init]):
+        with v1.Session() as session:
+            session.run([v1.global_variables_initializer(), v1.local_variables_initializer()])
+            session.run(first)
+            capfd.readouterr()
+            for _ in range(3):
+                session.run(train)
+            said.append(capfd.readouterr().err.count("run what `get_init_op` returns"))
+    assert said == [1, 0]
+
+
+@rules
+def test_a_meta_graph_is_saved_without_a_warning(rule, tmp_path, caplog):
+    bench = Bench(rule)
+    bench.opt.minimize(bench.loss, bench.step)
+    saver = bench.opt.swapping_saver()
+    with v1.Session() as session:
+        session.run(v1.global_variables_initializer())
+        saver.save(session, str(tmp_path / "center"))
+    assert (tmp_path / "center.meta").exists()
+    assert caplog.text == ""
+
+
+@rules
+def test_help_is_our_own(rule):
+    kind = type(Bench(rule).opt)
+    for one in (kind, GETTERS[rule]):
+        assert inspect.getdoc(one.__init__).endswith("the class has what the arguments mean.")
+        assert "Args:" in "".join(inspect.getdoc(c) for c in one.__mro__[:2])
 
 
 @rules

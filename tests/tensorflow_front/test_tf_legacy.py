@@ -50,6 +50,6 @@ def test_without_v2(rule, hook):
         env=os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=200,
     )
     assert "as expected" in done.stdout, done.stderr

@@ -42,6 +42,7 @@ class AGNOptimizer(CenterOptimizer):
         use_locking: bool = True,
         name: str = "AGNOptimizer",
     ) -> None:
+        """Wrap an optimizer; the class has what the arguments mean."""
         period = ("communication_period", communication_period)
         super().__init__(optimizer, num_worker, custom_getter, period, use_locking, name, None)
         self._outers: dict[str, Any] = {}  # by the shard's device

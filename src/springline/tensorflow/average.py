@@ -59,6 +59,7 @@ class ModelAverageOptimizer(CenterOptimizer):
         *,
         timeout: float | None = None,
     ) -> None:
+        """Wrap an optimizer; the class has what the arguments mean."""
         period = ("interval_steps", interval_steps)
         super().__init__(opt, num_worker, ma_custom_getter, period, use_locking, name, timeout)
         self._is_chief = is_chief

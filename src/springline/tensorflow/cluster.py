@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
@@ -15,6 +14,8 @@ from typing import Any, NoReturn
 
 import tensorflow as tf
 
+from springline.run import Run
+from springline.tensorflow import tf_config
 from springline.tensorflow.getter import v1
 
 _LOOK = 1.0  # seconds between two looks at the parameter servers, and for each to answer
@@ -52,7 +53,8 @@ class Cluster:
     @property
     def num_worker(self) -> int:
         """How many workers there are, the chief among them."""
-        return sum(self.spec.num_tasks(job) for job in self.spec.jobs if job != "ps") or 1
+        jobs = {"chief", "worker"}.intersection(self.spec.jobs)
+        return sum(map(self.spec.num_tasks, jobs)) or 1
 
     @property
     def device(self) -> str:
@@ -91,21 +93,25 @@ def cluster(serve: bool = True, ps_timeout: float | None = 60.0) -> Cluster:
     Args:
         serve: whether a parameter server serves here and now; then this does not return.
         ps_timeout: seconds that a parameter server may be out of reach; None to wait for ever.
+
+    Raises:
+        ValueError: `TF_CONFIG` is wrong; the message says which part of it.
+        RuntimeError: the port is taken, or there are several workers and no `TF_CONFIG`.
     """
     if ps_timeout is not None and not ps_timeout > 0:
         raise ValueError(f"`ps_timeout` must be a number of seconds > 0. Received: {ps_timeout!r}.")
     given = os.environ.get("TF_CONFIG")
     if not given:
+        run = Run.from_environment()
+        if run.workers > 1:
+            raise RuntimeError(
+                f"This is worker {run.rank} of {run.workers}, but there is no TF_CONFIG and so no "
+                "parameter server where they could meet: each would train a model of its own. "
+                f"Start them with `springline run --ps 1 --workers {run.workers} SCRIPT` (add "
+                "`--ps 1`). Eager mode needs no cluster: leave `cluster()` out."
+            )
         return Cluster(tf.train.ClusterSpec({}), "worker", 0, None)
-    try:
-        config = json.loads(given)
-        jobs, job, task = config["cluster"], config["task"]["type"], int(config["task"]["index"])
-        address = jobs[job][task]
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise ValueError(
-            "TF_CONFIG must be JSON with 'cluster' (job → addresses) and 'task' (type, index of "
-            f"one of them). Received: {given!r}."
-        ) from error
+    jobs, job, task, address = tf_config.read(given)
     spec = tf.train.ClusterSpec(jobs)
     try:
         server = tf.distribute.Server(spec, job_name=job, task_index=task)
@@ -122,14 +128,6 @@ def cluster(serve: bool = True, ps_timeout: float | None = 60.0) -> Cluster:
         _watches.append(watch)
         threading.Thread(target=watch.keep, name="springline-ps-watch", daemon=True).start()
     return Cluster(spec, job, task, server)
-
-
-def has_chief() -> bool:
-    """Whether the cluster of `TF_CONFIG` has a chief beside its workers."""
-    try:
-        return "chief" in json.loads(os.environ["TF_CONFIG"])["cluster"]
-    except (ValueError, KeyError, TypeError):
-        return False
 
 
 class Watch:

@@ -23,6 +23,8 @@ from springline.center.checkpoint import write_tensors
 from springline.tensorflow.eager_variables import first_value, ref_of, unique_names
 from springline.tensorflow.getter import Trio, Variable
 from springline.tensorflow.outer import rate_of
+from springline.tensorflow.pairs import plain
+from springline.tensorflow.words import brief
 from springline.worker import Worker, finish_at_exit
 
 if TYPE_CHECKING:
@@ -135,10 +137,10 @@ class EagerCenter:
         if not callable(loss):
             raise RuntimeError(  # noqa: TRY004 - as documented
                 "In eager mode `loss` must be a callable without arguments that returns the value "
-                f"to minimize, such as `lambda: model_loss(x, y)`. Received: {loss!r}."
+                f"to minimize, such as `lambda: model_loss(x, y)`. Received: {brief(loss)}."
             )
         if var_list is not None:
-            var_list = tf.nest.flatten(var_list)
+            var_list = [plain(v) for v in tf.nest.flatten(var_list)]
             self.attach(var_list)
         compute = self._optimizer._opt.compute_gradients
         pairs: Pairs = compute(loss, var_list=var_list, grad_loss=grad_loss)

@@ -9,6 +9,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from springline.tensorflow.getter import Variable
+from springline.tensorflow.words import brief
 
 Array = NDArray[Any]
 _INSTEAD = {
@@ -50,8 +51,7 @@ def ref_of(variable: Any) -> Any:
     """Return a variable's reference; refuse what is none."""
     if not isinstance(variable, tf.Variable):
         raise TypeError(
-            f"`var_list` must hold tf.Variables. Received: {type(variable).__name__}. For a Keras "
-            "model, whose variables are not, leave it out: those that the loss reads are found."
+            f"`var_list` must hold tf.Variables, or Keras' variables. Received: {brief(variable)}."
         )
     return variable.ref()
 

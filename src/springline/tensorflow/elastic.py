@@ -60,10 +60,18 @@ class ElasticAverageOptimizer(CenterOptimizer):
         *,
         timeout: float | None = None,
     ) -> None:
+        """Wrap an optimizer; the class has what the arguments mean."""
         period = ("communication_period", communication_period)
         super().__init__(opt, num_worker, ea_custom_getter, period, use_locking, name, timeout)
         moving_rate, rho = _plain(moving_rate), _plain(rho)
-        α = self.BETA / self._period / num_worker if moving_rate is None else moving_rate
+        default = self.BETA / self._period / self._num_worker
+        α = default if moving_rate is None else moving_rate
+        if not 0 < α <= 1:
+            raise ValueError(
+                "`moving_rate` must be in (0, 1]: it is the share of the way that worker and "
+                f"center move towards each other. Received: moving_rate={moving_rate!r}. Leave it "
+                f"out for the default, {self.BETA}/communication_period/num_worker = {default:g}."
+            )
         rate = rho if rho is not None else _rate_of(opt, α)
         self._rule = ElasticAverage(
             period=self._period,

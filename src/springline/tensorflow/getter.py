@@ -37,6 +37,7 @@ class CustomGetter:
     beside: ClassVar[str | None] = None  # the name of what the rule keeps per variable
 
     def __init__(self, worker_device: str) -> None:
+        """Make a getter; the class has what the arguments mean."""
         if not isinstance(worker_device, str):
             raise TypeError(
                 "`worker_device` must be a string such as '/job:worker/task:0'. "
@@ -96,7 +97,8 @@ class CustomGetter:
             raise ValueError(
                 f"{variable.name!r} was not made through this getter, so it has no center. Make "
                 "it with `tf.compat.v1.get_variable` inside `variable_scope(..., "
-                f"custom_getter={type(self).__name__})`, or leave it out of `var_list`."
+                f"custom_getter=getter)`, where `getter` is the same instance of "
+                f"{type(self).__name__} that the optimizer is given, or leave it out of `var_list`."
             )
         return trio
 

@@ -12,9 +12,9 @@ from typing import Any
 import tensorflow as tf
 
 from springline.center.waiting import WARN_EVERY, wait_until
-from springline.tensorflow.cluster import has_chief
 from springline.tensorflow.getter import v1
 from springline.tensorflow.shards import Shard, Tensor, after, direct, only_if
+from springline.tensorflow.tf_config import has_chief
 
 _raw = tf.raw_ops
 FIRST_PAUSE, LONGEST_PAUSE = 50e-6, 5e-3  # seconds

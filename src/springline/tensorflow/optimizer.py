@@ -22,8 +22,9 @@ from springline.tensorflow.getter import CustomGetter, Trio, Variable, v1
 from springline.tensorflow.hook import CenterHook
 from springline.tensorflow.pairs import GradsAndVars, checked, trained
 from springline.tensorflow.saver import SwappingSaver
-from springline.tensorflow.shards import Body, Call, Shard, Tensor, Turns, cut, direct
+from springline.tensorflow.shards import Body, Call, Shard, Tensor, cut, direct
 from springline.tensorflow.step import (
+    StartNote,
     Step,
     exchange_if,
     local_variables,
@@ -31,6 +32,8 @@ from springline.tensorflow.step import (
     refuse_branches,
     step_counter,
 )
+from springline.tensorflow.turns import Turns
+from springline.tensorflow.words import brief
 
 
 class CenterOptimizer(v1.train.Optimizer):
@@ -53,7 +56,7 @@ class CenterOptimizer(v1.train.Optimizer):
         if not isinstance(opt, v1.train.Optimizer):
             raise TypeError(
                 "The wrapped optimizer must be one of `tf.compat.v1.train`'s, such as "
-                f"`tf.compat.v1.train.MomentumOptimizer`. Received: {opt!r}."
+                f"`tf.compat.v1.train.MomentumOptimizer`. Received: {brief(opt)}."
             )
         at_least_one("num_worker", num_worker, "It is the number of workers of the cluster.")
         at_least_one(*period, "It is the number of local steps between two exchanges.")
@@ -63,7 +66,7 @@ class CenterOptimizer(v1.train.Optimizer):
         if not isinstance(getter, self.getter_type):
             raise TypeError(
                 f"{type(self).__name__} needs the {self.getter_type.__name__} that the model's "
-                f"variables were made with. Received: {getter!r}."
+                f"variables were made with. Received: {brief(getter)}."
             )
         if timeout is not None and not timeout > 0:
             raise ValueError(f"`timeout` must be a number of seconds > 0. Received: {timeout!r}.")
@@ -77,6 +80,8 @@ class CenterOptimizer(v1.train.Optimizer):
         self._turns = Turns(self.get_name())
         self._eager = EagerCenter(self, num_worker) if eager else None
         self._local_step = step_counter(getter.worker_device)
+        if not eager:
+            self._note = StartNote(getter.worker_device, self._local_step.op.name)
 
     # What TensorFlow's optimizers have.
 
@@ -163,7 +168,7 @@ class CenterOptimizer(v1.train.Optimizer):
             exchange = self._own_run(shards)
             with tf.control_dependencies([count]):
                 due = tf.equal(count % self._period, 0)
-                exchanged = exchange_if(due, shards, self._exchange, self._reach)
+                exchanged = exchange_if(due, shards, self._exchange, self._reach, self._note)
             self._steps.append(Step(count, exchanged, exchange))
             # Not an identity, which TensorFlow would leave out: then feeding would not prune.
             return tf.group(count, tf.raw_ops.DeepCopy(x=exchanged), name=scope)
@@ -187,14 +192,11 @@ class CenterOptimizer(v1.train.Optimizer):
         if self._eager:
             raise no_meaning("get_init_op")
         with v1.name_scope(f"{self.get_name()}_init"):
-            return tf.group(
-                *(
-                    operation
-                    for shard in cut(self._getter.trios(), None)
-                    for trio, c in zip(shard.trios, direct(shard, shard.read), strict=True)
-                    for operation in self._start(trio, c)
-                )
-            )
+            done = [self._note.note()]
+            for shard in cut(self._getter.trios(), None):
+                for trio, c in zip(shard.trios, direct(shard, shard.read), strict=True):
+                    done += self._start(trio, c)
+            return tf.group(*done)
 
     def swapping_saver(
         self, var_list: Any = None, name: str = "swapping_saver", **kwargs: Any

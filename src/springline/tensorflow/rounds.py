@@ -23,6 +23,7 @@ import tensorflow as tf
 from springline.tensorflow.getter import v1
 from springline.tensorflow.members import Members, Table
 from springline.tensorflow.shards import Shard, Tensor, after, only_if
+from springline.tensorflow.turns import Turn
 
 _raw = tf.raw_ops
 # The last round that was closed, the one that is open, and the last that anything was added for:
@@ -52,8 +53,8 @@ class Rounds:
         self._shard = shard
         self._members = members
         self._table = Table(shard, f"{name}/rounds")
+        self._turn = Turn(shard.device, f"{name}/turn")
         with v1.device(shard.device):
-            self._turn = tf.CriticalSection(shared_name=f"springline/{name}/turn")
             self._sums = [
                 _raw.ResourceConditionalAccumulator(
                     dtype=center.dtype.base_dtype,
@@ -129,7 +130,7 @@ class Rounds:
         return [self._table[_CLOSED] >= number, self._members.missing(names, numbers, number)]
 
     def _in_turn(self, do: Callable[[], Tensor]) -> Tensor:
-        return self._turn.execute(do, exclusive_resource_access=False)
+        return self._turn.take(do)
 
     def _begin(self, number: Tensor) -> Tensor:
         """Forget what was added for a round that will not be closed, as its numbers were lost."""

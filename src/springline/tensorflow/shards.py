@@ -68,34 +68,6 @@ def cut(trios: Sequence[Trio], global_step: Variable | None) -> list[Shard]:
     return list(shards.values())
 
 
-class Turns:
-    """A lock on each server, which all workers share.
-
-    Args:
-        name: of the locks.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._sections: dict[str, Any] = {}  # by the shard's device
-
-    def make(self, shards: Sequence[Shard]) -> None:
-        """Make the locks of shards; where none is made `take` does without."""
-        for device in [shard.device for shard in shards if shard.trios]:
-            place = device.strip("/").replace("/", "_")
-            with v1.device(device):
-                shared = f"springline/{self._name}/turn_{place}"
-                self._sections.setdefault(device, tf.CriticalSection(shared_name=shared))
-
-    def take(self, shard: Shard, do: Body, inputs: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Body: do something while nobody else does, once its inputs have come."""
-        section = self._sections.get(shard.device)
-        if section is None:
-            return do(*inputs)
-        with tf.control_dependencies(inputs):
-            return list(section.execute(lambda: do(*inputs), exclusive_resource_access=False))
-
-
 def direct(shard: Shard, body: Body, inputs: Sequence[Tensor] = ()) -> list[Tensor]:
     """Call a body with its operations in this graph."""
     with v1.device(shard.device):

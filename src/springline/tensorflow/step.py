@@ -10,11 +10,13 @@ from typing import Any
 import tensorflow as tf
 
 from springline.tensorflow.getter import Variable, v1
+from springline.tensorflow.members import Table
 from springline.tensorflow.shards import (
     Body,
     Call,
     Shard,
     Tensor,
+    after,
     detached,
     direct,
     is_resource,
@@ -41,6 +43,35 @@ def step_counter(worker_device: str) -> Variable:
             collections=[v1.GraphKeys.LOCAL_VARIABLES],
             name="local_step",
         )
+
+
+class StartNote:
+    """A note on the worker that it was set to the center; it needs no initialisation.
+
+    Args:
+        worker_device: where it is.
+        name: of it, no other optimizer's.
+    """
+
+    def __init__(self, worker_device: str, name: str) -> None:
+        self._table = Table(Shard(worker_device), f"{name}/start")
+
+    def note(self) -> Any:
+        """Return the operation that notes it."""
+        return self._table.put("noted", 1)
+
+    def warn(self) -> Tensor:
+        """Warn, once, if it was not noted."""
+
+        def say() -> Tensor:
+            words = (
+                "springline: a worker exchanges with the center, but was not set to it before. Use "
+                "the hook of `make_session_run_hook`, or run what `get_init_op` returns before the "
+                "first step; else each worker starts from values of its own."
+            )
+            return after([tf.print(words), self.note()])
+
+        return only_if(self._table["noted"] < 1, say)
 
 
 @contextmanager
@@ -71,6 +102,7 @@ def exchange_if(
     shards: Sequence[Shard],
     exchange: Callable[[Sequence[Shard], Call], Tensor],
     far: Call,
+    note: StartNote,
 ) -> Tensor:
     """Exchange if it is due, without touching the servers if it is not.
 
@@ -79,13 +111,19 @@ def exchange_if(
         shards: with which.
         exchange: what is done then.
         far: how a shard is reached from a function.
+        note: that the worker was set to the center.
     """
+
+    def alone(call: Call) -> Tensor:
+        with tf.control_dependencies([note.warn()]):
+            return exchange(shards, call)
+
     variables = [v for s in shards for v in (*s.centers, s.counter) if v is not None]
     variables += [v for s in shards for trio in s.trios for v in trio if v is not None]
     if not all(map(is_resource, variables)):
         # A function cannot open reference variables, so they are in the graph.
-        return only_if(due, lambda: exchange(shards, direct))
-    function, values = detached(lambda: [exchange(shards, far)], inline=False)
+        return only_if(due, lambda: alone(direct))
+    function, values = detached(lambda: [alone(far)], inline=False)
 
     def called() -> Tensor:
         return tf.raw_ops.StatefulPartitionedCall(args=values, Tout=[tf.int32], f=function)[0]
