@@ -84,9 +84,14 @@ class Loop:
         self._thread.start()
 
     def close(self):
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.loop.call_soon_threadsafe(self._end)
         self._thread.join()
         self.loop.close()
+
+    def _end(self):
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+        self.loop.call_soon(self.loop.stop)
 
 
 class Service:

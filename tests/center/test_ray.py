@@ -16,7 +16,7 @@ import torch
 from ray_cluster import actors_of, end_center
 from recorded import gradient, rows, rule_of, schedule_of, start
 from springline import ElasticAverage, Worker
-from springline.center import CenterError, CheckpointError, Layout
+from springline.center import CenterError, CheckpointError, Layout, SettingsError
 from springline.center.ray import RayCenter
 from springline.rules import Rule
 from springline.rules.reference import Optimizer
@@ -60,6 +60,14 @@ def test_it_follows_what_was_recorded(name, run):
                 np.testing.assert_allclose(center[key], entry["center"][key], rtol=0, atol=2e-5)
     for worker in workers:
         worker.member.leave()
+
+
+def test_who_joins_with_other_values_is_told(name, caplog):
+    make(name)
+    make(name)
+    assert "replace this worker's own" not in caplog.text
+    make(name, values={n: v + 1 for n, v in VALUES.items()})
+    assert f"Joined the center {name} at version 0: its values replace" in caplog.text
 
 
 def test_shards_are_spread_over_the_machines(name):
@@ -179,6 +187,10 @@ def test_a_center_that_nobody_uses_saves_itself_and_goes_on_later(name, tmp_path
     while actors_of(name):
         assert time.monotonic() < deadline
         time.sleep(0.1)
+    other = ElasticAverage(workers=2, period=1, moving_rate=0.5)
+    with pytest.raises(SettingsError, match=r"moving_rate=0.25, this worker comes with"):
+        make(name, other, storage=storage)
+    assert set(actors_of(name)) == {"head"}  # no shard with the wrong rule
     again = make(name, storage=storage)
     np.testing.assert_array_equal(again.values()["b"], 2)
     assert again.version == 1

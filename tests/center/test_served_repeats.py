@@ -10,7 +10,7 @@ from served import Service
 from springline import AGN, ElasticAverage, ModelAverage, Worker
 from springline.center import CenterError, Layout
 from springline.center.served.messages import Message, Sender
-from springline.center.served.peer import PeerLostError
+from springline.center.served.peer import Call, PeerLostError
 from springline.center.served.shard import KEPT
 from springline.rules import SGD, Adam
 
@@ -223,3 +223,104 @@ def test_a_head_that_is_started_again_knows_how_far_everybody_had_come(serve, tm
     assert worker(service, rule, 1).start_step == 4
     assert workers[0].step() is False
     assert center.version == 4
+
+
+@pytest.mark.parametrize(("what", "mean"), [("another head", 2.0), ("taken for dead", 3.0)])
+def test_the_head_forgets_who_waits_in_a_round(serve, background, tmp_path, what, mean):
+    """It asks again, or counts it as dead; nobody waits for ever, and the next round is whole."""
+    rule = ModelAverage(workers=2, period=1)
+    service = serve(rule, storage=str(tmp_path / "store"))
+    one, two = (worker(service, rule, rank) for rank in range(2))
+
+    def round_(disturb, expected):
+        for each, value in ((one, 1.0), (two, 3.0)):
+            each.parameters["w"][:] = value
+        waiting = background(one.exchange)
+        while 0 not in Call(service.head, "waiting").result():
+            assert not waiting.done()
+        disturb()
+        two.exchange()
+        waiting.result(20)
+        assert one.parameters["w"][0] == two.parameters["w"][0] == expected
+
+    def forget():
+        if what == "another head":
+            service.head.target = service.new_head()
+        else:
+            service.head.target._seats.of[0].heard -= 1000
+
+    round_(forget, mean)
+    round_(lambda: None, 2.0)
+    assert one.center.version == 2
+
+
+def test_a_head_that_has_forgotten_the_center_says_so(serve):
+    rule = AGN(workers=2, period=1, optimizer=SGD(1.0))
+    service = serve(rule)
+    one = worker(service, rule, 0)
+    one.observe(dict.fromkeys(VALUES, np.float32(1)))
+    one.exchange()
+    service.head.target = service.new_head()  # without a storage
+    with pytest.raises(CenterError, match="without a storage"):
+        worker(service, rule, 1)
+    zeros = np.zeros(len(service.shards[0].target._center), np.uint8)
+    with pytest.raises(CenterError, match="has been trained, and its values are not replaced"):
+        service.shards[0].target.initialise(zeros, zeros[:0])
+    np.testing.assert_array_equal(service.shards[0].target.read().data.view(np.float32)[:5], -1)
+
+
+def test_only_one_publishes(serve, monkeypatch):
+    service = serve(ElasticAverage())
+    service.head.target = service.new_head()
+    monkeypatch.setattr("springline.center.served.head._LEASE", -1.0)
+    for who in ("slow", "quick"):
+        assert Call(service.head, "claim", who).result() is None
+    assert Call(service.head, "publish", "slow", service.description).result() is False
+    assert Call(service.head, "publish", "quick", service.description).result() is True
+    assert Call(service.head, "claim", "slow").result() == service.description
+
+
+class Moving(ElasticAverage):
+    """The center moves while a message is made."""
+
+    def contribute(self, local, c, gradients):
+        δ = super().contribute(local, c, gradients)
+        if self.shards:
+            self.shards[0]._center.view(np.float32)[:] += 16
+        return δ
+
+
+def test_without_locks_both_sides_use_the_same_center(serve):
+    values = {"b": np.zeros(5, np.float32)}
+    rule = Moving(moving_rate=0.25, period=1)
+    object.__setattr__(rule, "shards", [])
+    service = serve(rule, values, use_locking=False)
+    shard = service.shards[0].target
+    shard._rule.shards.append(shard)
+    reply = shard.exchange(message(0, 1, 8.0))
+    c = shard.read().data.view(np.float32)
+    δ = 0.25 * (8.0 - reply.data.view(np.float32))
+    np.testing.assert_array_equal(c, 16 + δ)
+
+
+def test_a_late_repeat_does_not_replace_a_newer_message(serve):
+    values = {"b": np.zeros(5, np.float32)}
+    rule = ModelAverage(workers=1, period=1)
+    shard = serve(rule, values).shards[0].target
+    shard.contribute(message(0, 2, 7.0), 1)
+    shard.contribute(message(0, 1, 5.0), 1)
+    mean = shard.reduce(1, [0], message(0, 2, 7.0).sender)
+    np.testing.assert_array_equal(mean.data.view(np.float32), 7)
+    again = shard.reduce(1, [], message(0, 2, 7.0).sender)
+    assert again is mean  # one copy for all who ask
+
+
+def test_a_round_whose_contributors_are_not_known_takes_who_is_here(serve):
+    values = {"b": np.zeros(5, np.float32)}
+    shard = serve(ModelAverage(workers=2, period=1), values).shards[0].target
+    shard.contribute(message(1, 1, 5.0), 1)
+    assert shard.reduce(1, [0, 1], message(1, 1, 5.0).sender) == [0]
+    mean = shard.reduce(1, [], message(1, 1, 5.0).sender)
+    np.testing.assert_array_equal(mean.data.view(np.float32), 5)
+    nothing = shard.reduce(2, [], message(1, 2, 5.0).sender)
+    np.testing.assert_array_equal(nothing.data.view(np.float32), 5)

@@ -114,14 +114,20 @@ class RefusedError(ArithmeticError):
         self.values = values
 
 
-def make_message(block: Block, gradients: int) -> NDArray[Any]:
+def make_message(block: Block, gradients: int, c: NDArray[Any] | None = None) -> NDArray[Any]:
     """Return a block's message, which is finite.
+
+    Args:
+        block: whose.
+        gradients: how many an accumulated one holds.
+        c: the center, if it is not to be the block's own.
 
     Raises:
         RefusedError: it is not.
     """
     try:
-        message = block.rule.contribute(block.local, block.center.c, gradients)
+        c = block.center.c if c is None else c
+        message = block.rule.contribute(block.local, c, gradients)
     except FloatingPointError as error:
         raise RefusedError(block.local.message) from error
     square = size(message)

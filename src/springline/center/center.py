@@ -162,12 +162,7 @@ class Center(ABC):
 
     def check_layout(self, layout: Layout) -> None:
         """Refuse a model that differs from the center's; name the first difference."""
-        difference = self.layout.difference(layout)
-        if difference:
-            raise LayoutError(
-                f"The model differs from the center's: {difference}. Is it another model's run? "
-                "Use the model that the run was started with, or start a new run."
-            )
+        check_layout(self.layout, layout)
 
     def check_join(self, rank: int, rule: Rule, timeout: float | None) -> None:
         """Refuse a worker with other settings than the center's, or a rank out of range."""
@@ -192,6 +187,16 @@ class Center(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def check_layout(center: Layout, worker: Layout) -> None:
+    """Refuse a model that differs from the center's; name the first difference."""
+    difference = center.difference(worker)
+    if difference:
+        raise LayoutError(
+            f"The model differs from the center's: {difference}. Is it another model's run? "
+            "Use the model that the run was started with, or start a new run."
+        )
 
 
 def check_settings(center: Mapping[str, Any], worker: Mapping[str, Any]) -> None:

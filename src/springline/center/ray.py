@@ -7,13 +7,19 @@ knows a repeat (`served/shard.py`).
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from springline.center.center import check_settings
+import numpy as np
+
+from springline.center.center import check_layout, check_settings
 from springline.center.errors import CenterError
 from springline.center.layout import Layout
 from springline.center.plan import Plan
@@ -21,6 +27,7 @@ from springline.center.ray_actors import (
     NAMESPACE,
     NodeAffinitySchedulingStrategy,
     RayHead,
+    RayPeer,
     RayShard,
     connect,
     find,
@@ -29,6 +36,7 @@ from springline.center.ray_actors import (
     ray,
     shard_name,
     shard_peers,
+    shards_named,
 )
 from springline.center.served.center import ServedCenter, first_parts
 from springline.center.served.head import GRACE
@@ -36,6 +44,7 @@ from springline.center.served.messages import cut
 from springline.center.served.peer import Call, PeerLostError
 from springline.rules.rule import Rule
 
+_log = logging.getLogger("springline")
 __all__ = ["NAMESPACE", "RayCenter", "connect"]
 LINGER = 600.0  # seconds without a member after which a center saves itself and retires
 _RETIRING = 300.0  # seconds that saving all shards may take
@@ -91,23 +100,27 @@ class RayCenter(ServedCenter):
             linger: seconds without a worker after which the center saves itself and retires.
         """
         connect(address)
+        if storage and "://" not in storage:
+            storage = str(Path(storage).absolute())
         plan = Plan.of(layout, rule, use_locking)
         about = name, storage, grace, linger
         head = _actor(RayHead, head_name(name), 1000, "SPREAD", *about)
         peer, who = head_peer(name, head), uuid.uuid4().hex
-        description = Call(peer, "claim", who).result()
-        if description is None:
-            try:
-                description = _make(name, plan, rule, values, restore, shards, storage, every)
-                Call(peer, "publish", who, description).result()
-            except BaseException:
-                Call(peer, "release", who).result()
-                raise
+        while (description := Call(peer, "claim", who).result()) is None:
+            with _at_it(peer, who):
+                made = _make(name, plan, rule, values, restore, shards, storage, every)
+                Call(peer, "publish", who, made).result()
         held = Plan.from_json(description["plan"])
+        check_layout(held.layout, layout)
+        check_settings(held.settings, plan.settings)
         handles = _shards(name, held, rule, description)
         center = cls(name, description, [head, *handles])
-        center.check_layout(layout)
-        check_settings(center.settings, plan.settings)
+        if description["digest"] != _digest(layout, values):
+            _log.warning(
+                "Joined the center %s at version %d: its values replace this worker's own.",
+                name,
+                center.version,
+            )
         return center
 
     @classmethod
@@ -176,9 +189,11 @@ def _make(
         "asked": asked,
         "shards": len(parts),
         "base": version,
+        "digest": _digest(plan.layout, values),
         "storage": storage,
         "every": list(every),
     }
+    _end_what_is_left(name)
     handles = _shards(name, plan, rule, description)
     try:
         peers = zip(shard_peers(name, handles), parts, strict=True)
@@ -190,6 +205,48 @@ def _make(
             ray.kill(handle)
         raise
     return description
+
+
+@contextlib.contextmanager
+def _at_it(head: RayPeer, who: str) -> Iterator[None]:
+    """Say again and again that we are making the center; let another, if we could not."""
+    done = threading.Event()
+
+    def say() -> None:
+        while not done.wait(5.0):
+            head.tell("claim", who)
+
+    threading.Thread(target=say, name="springline claim", daemon=True).start()
+    try:
+        yield
+    except BaseException:
+        Call(head, "release", who).result()
+        raise
+    finally:
+        done.set()
+
+
+def _end_what_is_left(name: str) -> None:
+    """End the shards of somebody who was killed while making the center."""
+    for actor, handle in shards_named(name).items():
+        peer = RayPeer(actor, actor, handle)
+        rows, _ = Call(peer, "rows").result()
+        if any(row.incarnation for row in rows.values()):
+            raise CenterError(
+                f"The center {name!r} has been trained, but its head was started again without a "
+                "storage and does not know it any more. Start a new run, with a storage "
+                "(`--storage`)."
+            )
+        ray.kill(handle)
+
+
+def _digest(layout: Layout, values: Mapping[str, Any]) -> int:
+    """Return a checksum of a worker's own values."""
+    digest = 0
+    for entry in layout.entries:
+        value: Any = np.ascontiguousarray(values[entry.name], entry.center_dtype)
+        digest = zlib.crc32(value.reshape(-1).view(np.uint8), digest)
+    return digest
 
 
 def _shards(name: str, plan: Plan, rule: Rule, description: Mapping[str, Any]) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import logging
 import socket
@@ -25,6 +26,7 @@ try:
         GetTimeoutError,
         ObjectLostError,
         RayActorError,
+        RayError,
         RayTaskError,
     )
     from ray.util.scheduling_strategies import (
@@ -166,9 +168,11 @@ class RayShard(Shard):
 
     def snapshot(self) -> Any:
         """Copy the center into Ray's own memory, once, instead of returning a copy to be copied."""
-        if len(self._center) > _INLINE:
-            return Stored(ray.put(self._center), self._life)
-        return super().snapshot()
+        return self.send(self._center if len(self._center) > _INLINE else super().snapshot())
+
+    def send(self, copy: Any) -> Any:
+        """Let what is sent stand for itself if it is small."""
+        return Stored(ray.put(copy), self._life) if len(copy) > _INLINE else copy
 
 
 class RayHead(Head):
@@ -202,7 +206,7 @@ class RayHead(Head):
         seen, linger = time.monotonic(), max(self._linger, _FIRST)
         while time.monotonic() - seen < linger:
             await asyncio.sleep(min(1.0, self._linger / 4))
-            if self._alive():
+            if self._seats.alive():
                 seen = time.monotonic()
             if any(row.incarnation for row in self._rows.values()):  # somebody has come
                 linger = self._linger
@@ -210,16 +214,12 @@ class RayHead(Head):
 
     async def retire(self) -> None:
         """Save every shard and end them all, and then this head."""
-        for k in range((self._description or {}).get("shards", 0)):
+        self._ending = True
+        for actor, handle in shards_named(self._name).items():
             try:
-                handle = find(shard_name(self._name, k))
-            except ValueError:
-                continue  # it is gone
-            peer = RayPeer(f"shard {k}", shard_name(self._name, k), handle)
-            try:
-                await asyncio.wait_for(peer.answer("save"), _SAVING)
-            except (CenterError, asyncio.TimeoutError) as error:
-                _log.warning("Shard %d ends without a last checkpoint: %s", k, error)
+                await asyncio.wait_for(RayPeer(actor, actor, handle).answer("save"), _SAVING)
+            except (CenterError, RayError, asyncio.TimeoutError) as error:
+                _log.warning("%s ends without a last checkpoint: %s", actor, error)
             ray.kill(handle)
         ray.kill(find(head_name(self._name)))
 
@@ -258,6 +258,16 @@ def head_name(name: str) -> str:
 def shard_name(name: str, number: int) -> str:
     """Return what a shard of a center is called on the cluster."""
     return f"{name}/shard-{number}"
+
+
+def shards_named(name: str) -> dict[str, Any]:
+    """Return all shards of a center that are on the cluster, by their names there."""
+    found = {}
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["namespace"] == NAMESPACE and actor["name"].startswith(f"{name}/shard-"):
+            with contextlib.suppress(ValueError):  # it has just ended
+                found[actor["name"]] = find(actor["name"])
+    return found
 
 
 def head_peer(name: str, handle: Any) -> RayPeer:

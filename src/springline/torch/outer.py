@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -43,7 +44,8 @@ class TorchOuter:
             name: {k: v for k, v in group.items() if k not in _NOT_SETTINGS}
             for name, group in groups.items()
         }
-        self._optimizers: dict[int, torch.optim.Optimizer] = {}  # by the parameter's address
+        # By thread and the parameter's address: without locks several threads are at one parameter.
+        self._optimizers: dict[tuple[int, int], torch.optim.Optimizer] = {}
         self._numbers: dict[str, dict[str, type]] = {}  # what of a state is a plain number
         self.learning_rate = float(inner.defaults.get("lr", 0.0))
 
@@ -107,10 +109,11 @@ class TorchOuter:
     ) -> None:
         """Take one step on `c`, in place."""
         np.square(g, out=work)  # raises where a second moment would overflow
-        optimizer = self._optimizers.get(c.ctypes.data)
+        place = threading.get_ident(), c.ctypes.data
+        optimizer = self._optimizers.get(place)
         if optimizer is None:
             p = torch.nn.Parameter(torch.from_numpy(c))
-            optimizer = self._optimizers[c.ctypes.data] = self._make(name, p)
+            optimizer = self._optimizers[place] = self._make(name, p)
             if name not in self._numbers:
                 self._try(name, c.shape)
         group = optimizer.param_groups[0]

@@ -237,18 +237,16 @@ class CollectiveCenter(Center):
             self.layout.write(center, values)
             if self.group.rank == 0:
                 mine |= self._first(center, directory, save_every, restore)
-        except CenterError as error:
+        except Exception as error:  # the others are told, whatever it is
             found = error
             mine["error"] = str(error)
         all_ranks = [json.loads(text) for text in self.group.gather(json.dumps(mine))]
         try:
-            if found is not None:
-                raise found
             for rank, other in enumerate(all_ranks):
                 compare(rank, other, all_ranks[0])
-        except CenterError:
+        except CenterError as error:
             self.group.part()  # all ranks do
-            raise
+            raise (found or error) from None
         given = center.copy()
         tensor = torch.from_numpy(center).to(self.group.device)
         self.group.broadcast(tensor)

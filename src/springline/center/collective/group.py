@@ -142,7 +142,8 @@ class Group:
                 work.wait(_SLICE)
             except RuntimeError:
                 if work.is_completed():
-                    raise
+                    work.wait()  # raises what is wrong, if it was not just in time
+                    return
                 now = time.monotonic()
                 if self.timeout is None and now > warn_at:
                     warn_at += WARN_EVERY

@@ -1,9 +1,9 @@
 """The head of a served center: who is a member, how far each rank has come, which round it is.
 
-It holds no parameters. A member says every second that it is alive; one that has not for `GRACE`
-seconds, or of which whoever started it says that it is gone, is no longer waited for. If the head
-itself is started again, it asks the shards how far everybody has come, and the members join anew
-when they next say that they are alive.
+It holds no parameters. Members say again and again that they are alive; one that has not for
+`GRACE` seconds, or of which whoever started it says that it is gone, is no longer waited for. If
+the head itself is started again, it asks the shards how far everybody has come, and the members
+join anew when they next say that they are alive.
 """
 
 from __future__ import annotations
@@ -16,24 +16,16 @@ from typing import Any
 
 from springline.center.errors import CenterError, rank_in_use
 from springline.center.served.messages import Row
+from springline.center.served.seats import Seat, Seats
 from springline.center.served.storage import Storage
 
 BEAT = 0.5  # seconds between two signs of life of a member
 GRACE = 10.0  # seconds without one after which a member counts as dead
 _TICK = 0.25  # seconds between two looks at who is alive
+_ANEW = 4 * BEAT  # seconds that members have to join a head that was started again
+_LEASE = 30.0  # seconds that whoever makes the center may be silent
 _NAME = "head"
 AskRows = Callable[[int], Awaitable[tuple[dict[int, Row], int]]]
-
-
-@dataclass
-class Seat:
-    """A member, as the head sees it."""
-
-    incarnation: int
-    heard: float
-    settled: int  # the round it has contributed to or withdrawn from
-    contributed: int = 0
-    joined: bool = False
 
 
 @dataclass
@@ -58,33 +50,33 @@ class Head:
     def __init__(self, ask_rows: AskRows, storage: str | None = None, grace: float = GRACE) -> None:
         self._ask_rows = ask_rows
         self._grace = grace
+        self._seats = Seats(grace)
         self._storage: Storage | None = None
-        self._description: dict[str, Any] | None = None
         self._problem: CenterError | None = None  # with the storage, said to whoever comes
-        if storage:
-            self._open(storage)
+        self._description = self._open(storage) if storage else None
         self._known = self._description is None  # whether the rows are those of the shards
+        if self._description:  # we were started again: the members have to join anew
+            self._seats.quiet_until = time.monotonic() + _ANEW
         self._creator: tuple[str, float] | None = None
         self._rows: dict[int, Row] = {}
-        self._seats: dict[int, Seat] = {}
         self._started = False
-        self._closed = 0
-        self._contributors: dict[int, list[int]] = {}
         self._change = asyncio.Event()
+        self._ticking: asyncio.Future[None] | None = None
+        self._ending = False
 
     # How a center comes to be.
 
     async def claim(self, who: str) -> dict[str, Any] | None:
         """Wait for the center; or return None to one caller, who is to make it and to `publish`.
 
-        Should that one fail to within the grace, after its last word, another may.
+        That one calls again while it is at it. Should it not for half a minute, another may.
         """
         if self._problem:
             raise self._problem
         while self._description is None:
             now = time.monotonic()
             if self._creator is None or who == self._creator[0] or now > self._creator[1]:
-                self._creator = who, now + max(self._grace, 30.0)
+                self._creator = who, now + _LEASE
                 return None
             await asyncio.sleep(_TICK)
         return self._description
@@ -110,7 +102,7 @@ class Head:
         if self._description is None:
             return None
         await self._know()
-        return Look(self._alive(), dict(self._rows), self._closed, self._description)
+        return Look(self._seats.alive(), dict(self._rows), self._seats.closed, self._description)
 
     # Members.
 
@@ -124,40 +116,50 @@ class Head:
         Returns:
             The incarnation, how far the rank has come, and the last closed round.
         """
+        if self._description is None or self._ending:
+            raise CenterError(
+                "The center is being ended, or its head was started again without a storage and "
+                "does not know it any more. Start a new run, with a storage (`--storage`)."
+            )
         await self._ask()  # its last life may have said less to us than to the shards
-        holder = self._seats.get(rank)
-        if holder and incarnation != holder.incarnation:
-            heard = holder.heard
-            while self._seats.get(rank) is holder and self._is_alive(holder):
-                if holder.heard > heard:
-                    raise rank_in_use(rank, self._alive())
-                await self._wait()
+        asked = time.monotonic()
+        while (holder := self._seats.of.get(rank)) and holder.incarnation != incarnation:
+            if not self._seats.is_alive(holder):
+                break
+            if holder.heard > asked:
+                raise rank_in_use(rank, self._seats.alive())
+            await self._wait(time.monotonic() + _TICK)  # its next sign of life
         row = self._rows.get(rank, Row())
+        if holder and holder.incarnation == incarnation:
+            holder.heard = time.monotonic()  # it keeps its part in the round
+            return incarnation, row, self._seats.closed
+        new = incarnation is None
         if incarnation is None:
             incarnation = max(row.incarnation + 1, time.time_ns())
         elif incarnation < max(row.incarnation, holder.incarnation if holder else 0):
-            raise CenterError(
+            raise TakenOverError(
                 f"Rank {rank} has been taken over by another worker meanwhile (this one was not "
                 "heard of for too long). Start it again to take part."
             )
-        this = self._closed + 1
-        busy = any(s.contributed == this for s in self._seats.values() if self._is_alive(s))
-        self._seats[rank] = Seat(incarnation, time.monotonic(), this if busy else this - 1)
+        this = self._seats.closed + 1
+        late = new and bool(self._seats.contributing(this))  # it is in the next round
+        settled = this if late else this - 1
+        self._seats.of[rank] = Seat(incarnation, time.monotonic(), settled)
         self._note(rank, incarnation, row)
         self._changed()
-        return incarnation, row, self._closed
+        return incarnation, row, self._seats.closed
 
     async def joined(self, rank: int, incarnation: int) -> None:
         """Count a member in for the barrier."""
-        seat = self._seat(rank, incarnation)
+        seat = self._seats.find(rank, incarnation)
         if seat:
             seat.joined = True
             self._changed()
 
     async def beat(self, rank: int, incarnation: int, row: Row) -> bool:
         """Hear that a member is alive and how far it has come; False if it has to join anew."""
-        seat = self._seat(rank, incarnation)
-        if seat is None or not self._is_alive(seat):
+        seat = self._seats.find(rank, incarnation)
+        if seat is None:
             return False
         seat.heard = time.monotonic()
         self._note(rank, incarnation, row)
@@ -165,9 +167,9 @@ class Head:
 
     async def leave(self, rank: int, incarnation: int | None) -> None:
         """Give a rank back; without an incarnation, whoever has it is known to be dead."""
-        seat = self._seats.get(rank)
+        seat = self._seats.of.get(rank)
         if seat and incarnation in (None, seat.incarnation):
-            del self._seats[rank]
+            del self._seats.of[rank]
             self._changed()
 
     async def barrier(self, seconds: float) -> list[int]:
@@ -175,7 +177,7 @@ class Head:
         missing: list[int] = []
         deadline = time.monotonic() + seconds
         while not self._started:
-            here = {rank for rank in self._alive() if self._seats[rank].joined}
+            here = {rank for rank in self._seats.alive() if self._seats.of[rank].joined}
             missing = sorted(set(range(self._workers)) - here)
             self._started = not missing
             if self._started:
@@ -192,12 +194,12 @@ class Head:
         """Wait a while for a round to contribute to; return it, or who is waited for."""
         deadline = time.monotonic() + seconds
         while True:
-            seat, this = self._member(rank, incarnation), self._closed + 1
+            seat, this = self._seats.member(rank, incarnation), self._seats.closed + 1
             if seat.settled < this:
                 return this
-            pending = self._pending(this)
-            if not pending and not self._contributing(this):
-                for other in self._seats.values():
+            pending = self._seats.pending(this)
+            if not pending and not self._seats.contributing(this):
+                for other in self._seats.of.values():
                     other.settled = this - 1  # all withdrew: it begins again
                 self._changed()
             elif not self._close(this):
@@ -207,67 +209,48 @@ class Head:
 
     async def settle(self, rank: int, incarnation: int, number: int, contributed: bool) -> bool:
         """Contribute to a round, or withdraw from it; False if it was closed before."""
-        if number <= self._closed:
-            return rank in self._contributors.get(number, [])
-        seat = self._member(rank, incarnation)
+        if number <= self._seats.closed:
+            return rank in self._seats.contributors.get(number, [])
+        seat = self._seats.member(rank, incarnation)
         seat.settled = number
         seat.contributed = number if contributed else 0
-        self._close(number)
-        self._changed()
+        if not self._close(number) and not contributed:
+            self._changed()  # those who wait for a round to begin again may go on
         return True
 
-    async def closed(self, number: int, seconds: float) -> tuple[list[int], list[int]]:
-        """Wait a while until a round is closed; return its contributors, or who is waited for."""
+    async def closed(self, number: int, seconds: float) -> tuple[bool, list[int]]:
+        """Wait a while until a round is closed.
+
+        Returns:
+            Whether it is; and its contributors, none if they are not known any more, or who is
+            waited for.
+        """
         deadline = time.monotonic() + seconds
         while not self._close(number):
             if time.monotonic() >= deadline:
-                return [], self._pending(number)
+                return False, self._seats.pending(number)
             await self._wait(deadline)
-        return self._contributors.get(number, []), []
+        return True, self._seats.contributors.get(number, [])
 
     async def waiting(self) -> list[int]:
         """Return who has contributed to the round that is open."""
-        return self._contributing(self._closed + 1)
+        return self._seats.contributing(self._seats.closed + 1)
 
-    def _open(self, place: str) -> None:
+    def _open(self, place: str) -> dict[str, Any] | None:
+        """Open the storage; return what the center is, if it is written down there."""
         try:
             self._storage = Storage(place)
             saved = self._storage.read(_NAME)
-            self._description = saved[0] if saved else None
         except CenterError as error:
             self._problem = error
+            return None
+        return saved[0] if saved else None
 
     def _close(self, number: int) -> bool:
-        if self._closed < number and not self._pending(number):
-            contributors = self._contributing(number)
-            if contributors:
-                self._closed = number
-                self._contributors[number] = contributors
-                self._contributors.pop(number - 10, None)
-                self._changed()
-        return self._closed >= number
-
-    def _pending(self, number: int) -> list[int]:
-        return [rank for rank in self._alive() if self._seats[rank].settled < number]
-
-    def _contributing(self, number: int) -> list[int]:
-        return [rank for rank in self._alive() if self._seats[rank].contributed == number]
-
-    def _alive(self) -> list[int]:
-        return sorted(rank for rank, seat in self._seats.items() if self._is_alive(seat))
-
-    def _is_alive(self, seat: Seat) -> bool:
-        return time.monotonic() - seat.heard < self._grace
-
-    def _seat(self, rank: int, incarnation: int) -> Seat | None:
-        seat = self._seats.get(rank)
-        return seat if seat and seat.incarnation == incarnation else None
-
-    def _member(self, rank: int, incarnation: int) -> Seat:
-        seat = self._seat(rank, incarnation)
-        if seat is None:
-            raise NotAMemberError("The head does not know this member; it has to join anew.")
-        return seat
+        """Close a round if it waits for nobody; return whether it is closed."""
+        if self._seats.close(number):
+            self._changed()
+        return self._seats.closed >= number
 
     def _note(self, rank: int, incarnation: int, row: Row) -> None:
         known = self._rows.get(rank, Row())
@@ -289,9 +272,9 @@ class Head:
         rows, closed = await self._ask_rows(self._description["shards"])
         for rank, row in rows.items():
             self._note(rank, row.incarnation, row)
+        self._seats.closed = max(self._seats.closed, closed)
         if not self._known:
             self._known = True
-            self._closed = max(self._closed, closed)
             # It had started if anybody has exchanged.
             self._started = self._started or any(row.exchanges for row in rows.values())
 
@@ -299,16 +282,28 @@ class Head:
         self._change.set()
         self._change = asyncio.Event()
 
-    async def _wait(self, deadline: float | None = None) -> None:
-        """Wait for a change; for a short while, since nobody says that a member has died."""
-        left = _TICK if deadline is None else min(_TICK, max(0.0, deadline - time.monotonic()))
+    async def _wait(self, deadline: float) -> None:
+        """Wait for a change, or until then."""
+        if self._ticking is None:
+            self._ticking = asyncio.ensure_future(self._tick())
         waiting = asyncio.ensure_future(self._change.wait())
-        await asyncio.wait([waiting], timeout=left)
+        await asyncio.wait([waiting], timeout=max(0.0, deadline - time.monotonic()))
         waiting.cancel()
 
+    async def _tick(self) -> None:
+        """Look who is alive, for all who wait: nobody says that a member has died."""
+        last: list[int] = []
+        while True:
+            alive = self._seats.alive()
+            quiet = time.monotonic() < self._seats.quiet_until + 2 * _TICK
+            if alive != last or quiet:
+                last = alive
+                self._changed()
+            await asyncio.sleep(_TICK)
 
-class NotAMemberError(CenterError):
-    """The head does not know a member any more."""
+
+class TakenOverError(CenterError):
+    """Another worker has a member's rank."""
 
 
 def latest(found: Sequence[tuple[dict[int, Row], int]]) -> tuple[dict[int, Row], int]:

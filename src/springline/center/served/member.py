@@ -15,12 +15,13 @@ import numpy as np
 
 from springline.center.blocks import Block, Part, RefusedError, make_message, non_finite
 from springline.center.center import Local, Member
-from springline.center.errors import CenterError, NonFiniteError
+from springline.center.errors import CenterError, NonFiniteError, RankError
 from springline.center.layout import Bytes
-from springline.center.served.head import BEAT, NotAMemberError
+from springline.center.served.head import BEAT, TakenOverError
 from springline.center.served.messages import Message, Reply, Row, Sender, span
 from springline.center.served.peer import Call, PeerLostError
 from springline.center.served.rounds import Rounds
+from springline.center.served.seats import NotAMemberError
 from springline.center.waiting import wait_until
 from springline.rules.rule import CenterBlock, Rule
 
@@ -43,6 +44,7 @@ class ServedMember(Member):
         self.timeout = timeout
         self.center = center
         self.left = False
+        self._problem: CenterError | None = None  # why we are no member any more
         self._incarnation, row, _ = self.ask_head("join", rank, None)
         self.start_step = row.steps
         self._row = Row(self._incarnation, 0, row.steps, row.exchanges, row.seconds)
@@ -103,6 +105,8 @@ class ServedMember(Member):
         """Refuse to exchange when no longer a member."""
         if self.left:
             raise CenterError(f"Rank {self.rank} has left the center; join again to exchange.")
+        if self._problem:
+            raise self._problem
         self.center.check_process()
 
     # Asynchronous rules.
@@ -170,10 +174,14 @@ class ServedMember(Member):
         if reply.forgotten:
             start, stop = span(self.center.parts[k])
             local.x[start:stop] = reply.data
-            _log.warning(
-                "%s had this exchange already, but its answer is lost: going on from the center.",
-                self.center.shards[k].name,
-            )
+            if local.copy is not None:
+                local.copy[start:stop] = reply.data
+            if self.rule.adopts_message:  # for the others it is the usual answer
+                _log.warning(
+                    "%s had this exchange already, but its answer is lost: going on from the "
+                    "center.",
+                    self.center.shards[k].name,
+                )
             return None
         for number, block in enumerate(self.blocks[k]):
             c = part.view(block.run, reply.data)
@@ -245,9 +253,11 @@ class ServedMember(Member):
                     self._join_anew(patience=None)  # nobody waits for this thread
             except (TimeoutError, PeerLostError):
                 continue  # the next one will do
-            except CenterError as error:
-                _log.warning("%s", error)
+            except (TakenOverError, RankError) as error:
+                self._problem = error
                 return
+            except Exception as error:  # whatever it is, the next one may do
+                _log.warning("Rank %d could not say that it is alive: %s", self.rank, error)
 
     def _bind(self, local: Local) -> None:
         """Lay the worker's buffers out as the blocks of each shard."""

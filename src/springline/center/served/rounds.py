@@ -17,6 +17,8 @@ from springline.center.errors import CenterError
 from springline.center.served.head import BEAT
 from springline.center.served.messages import Message, Reply
 
+_RESENT = 10.0  # seconds that others have to send again what a restarted shard has lost
+
 if TYPE_CHECKING:
     from springline.center.served.member import ServedMember
 
@@ -30,17 +32,21 @@ class Rounds:
 
     def exchange(self, local: Local) -> None:
         """Take part in one round."""
-        number = self._begin()
+        number = 0
         done = False
         try:
-            messages = self._member.messages(local)
-            self._contribute(messages, number)
-            self._settle(number, contributed=True)
+            while not done:
+                number = self._begin()
+                messages = self._member.messages(local)
+                self._contribute(messages, number)
+                # It may have been closed without us meanwhile; then we are in the next.
+                done = self._settle(number, contributed=True)
+            done = False
             self._member.wait(lambda seconds: self._closed(number, seconds), f"round {number}")
             self._reduce(messages, number)
             done = True
         finally:
-            if not done and not self._member.left:
+            if number and not done and not self._member.left:
                 with contextlib.suppress(CenterError):
                     self._settle(number, contributed=False)
 
@@ -65,13 +71,17 @@ class Rounds:
         for call in calls:
             call.result()
 
-    def _settle(self, number: int, contributed: bool) -> None:
-        self._member.ask_as_member("settle", number, contributed)
+    def _settle(self, number: int, contributed: bool) -> bool:
+        return bool(self._member.ask_as_member("settle", number, contributed))
 
     def _closed(self, number: int, seconds: float) -> list[int]:
-        self._member.check_here()
-        self._contributors, missing = self._member.ask_head("closed", number, seconds)
-        return list(missing)
+        closed, ranks = self._member.ask_head("closed", number, seconds)
+        if closed:
+            self._contributors = ranks
+            return []
+        # Should the head have been started again, or have taken us for dead, it does not know.
+        self._settle(number, contributed=True)
+        return list(ranks) or [self._member.rank]
 
     def _reduce(self, messages: list[Message], number: int) -> None:
         """Take a round's mean from every shard."""
@@ -92,12 +102,13 @@ class Rounds:
         the mean that it gave them, and are left out of this one.
         """
         asked = self._contributors
+        waited = time.monotonic()
         while True:
             self._member.ask(k, "contribute", message, number).result()
-            time.sleep(2 * BEAT)
-            answer: Reply | list[int] = self._member.ask(
-                k, "reduce", number, asked, message.sender
-            ).result()
+            ask = self._member.ask(k, "reduce", number, asked, message.sender)
+            answer: Reply | list[int] = ask.result()
             if not isinstance(answer, list):
                 return answer
-            asked = [rank for rank in asked if rank not in answer or rank == self._member.rank]
+            if time.monotonic() - waited > _RESENT:
+                asked = [rank for rank in asked if rank not in answer or rank == self._member.rank]
+            time.sleep(BEAT)

@@ -1,9 +1,10 @@
 """One part of a center: the rule's `merge` runs here, once per exchange, however often it is asked.
 
-A shard remembers of every rank which exchange it has applied last. A repeat of it gets the same
-answer again. Where the worker adopts its message, that answer is `c` as it was before, which is
-kept until the worker says that it has it (and of at most a few workers: the others' repeats get the
-center as it is now). No copy of the model per worker.
+A shard remembers of every rank which exchange it has applied last. A repeat of it is answered and
+not applied: with the center as it is now, which is what most rules adopt; where the worker adopts
+its message, with `c` as it was before, which is kept until the worker says that it has it (and of
+at most a few workers: the others' repeats get the center as it is now). No copy of the model per
+worker.
 
 Checkpoints are written by a thread of their own. A shard that is started again goes on from the
 last one: what it had applied since then is lost, and what workers repeat is applied again.
@@ -25,6 +26,7 @@ from springline.center.errors import CenterError
 from springline.center.layout import Bytes, aligned_zeros
 from springline.center.plan import Plan, arrays_of, nbytes_of
 from springline.center.served.messages import Message, Reply, Row, Sender, cut, span
+from springline.center.served.slots import Slots
 from springline.center.served.storage import Storage
 from springline.rules.rule import Rule
 
@@ -40,7 +42,7 @@ class Shard:
         plan: of the whole center, as JSON.
         rule: the workers'.
         number: which part this is.
-        count: of how many.
+        count: of how many that were asked for.
         storage: where checkpoints go, if anywhere.
         every: exchanges, and seconds, from one checkpoint to the next, whichever comes first.
     """
@@ -66,8 +68,8 @@ class Shard:
         self._rows: dict[int, Row] = {}
         self._kept: dict[int, tuple[tuple[int, int], Reply]] = {}  # by rank; the oldest first
         self._parts: dict[int, tuple[Part, Bytes]] = {}
-        self._slots: dict[int, dict[int, Bytes]] = {}  # by round and rank
-        self._round = 0
+        self._slots = Slots()
+        self._mean: Reply | None = None  # of the last round that was reduced here
         self._turn = threading.Lock()  # of an exchange, if the center has locks
         self._ranks: dict[int, threading.Lock] = {}
         self._table = threading.Lock()  # of the dictionaries above
@@ -88,11 +90,17 @@ class Shard:
         """Give a new center its first values; they are in the storage when this returns."""
         if self._stored and self._storage is None:
             raise self._problem
+        if any(row.incarnation for row in self._rows.values()):
+            raise CenterError(
+                "This center has been trained, and its values are not replaced. Its head was "
+                "started again without a storage and does not know it any more: start a new run, "
+                "with a storage (`--storage`)."
+            )
         with self._turn:
             np.copyto(self._center, center)
             np.copyto(self._state, state)
             self._rows = {rank: Row(steps=n) for rank, n in enumerate(steps)}
-            self._round = 0
+            self._slots = Slots()
             self._ready = True
         self.save()
 
@@ -106,6 +114,7 @@ class Shard:
             reply = self._apply(message)
             with self._table:
                 if self._rule.adopts_message:
+                    self._kept.pop(sender.rank, None)  # the new one is the latest
                     self._kept[sender.rank] = sender.at, reply
                     while len(self._kept) > KEPT:
                         self._kept.pop(next(iter(self._kept)))
@@ -129,33 +138,45 @@ class Shard:
         """Take a worker's message for a round; return the last round that was reduced."""
         self._check(message.sender)
         with self._table:
-            if number > self._round:
-                self._slots.setdefault(number, {})[message.sender.rank] = message.data
-            return self._round
+            self._slots.take(message, number)
+            return self._slots.reduced
 
     def reduce(self, number: int, contributors: Sequence[int], sender: Sender) -> Reply | list[int]:
         """Reduce a round, unless that is done, and return its mean.
 
+        Args:
+            number: of the round.
+            contributors: whose messages it is the mean of; none if that is not known any more:
+                of those that are here.
+            sender: who asks.
+
         Returns:
             The ranks whose messages are not here, if any: this shard was started again meanwhile.
         """
+        self._check(sender)
         with self._turn:
-            if self._round < number:
-                slots = self._slots.get(number, {})
-                missing = [rank for rank in contributors if rank not in slots]
-                if missing:
-                    return missing
-                part, _ = self._part(0)
-                with np.errstate(**_ERRORS):
-                    for run, rule, center in (b for shard in part.shards for b in shard):
-                        views = [part.view(run, slots[rank]) for rank in contributors]
-                        rule.merge(center, views, 0.0)
-                self._round = number
+            if self._slots.reduced < number:
                 with self._table:
-                    self._slots = {n: kept for n, kept in self._slots.items() if n > number}
+                    messages = self._slots.of_round(number, contributors)
+                if isinstance(messages, list):
+                    return messages
+                self._merge_round([message.data for message in messages.values()])
+                with self._table:
+                    self._slots.forget(number)
+                self._mean = None
             with self._table:
                 self._note(sender)
-            return Reply(self.snapshot())
+            if self._mean is None:
+                self._mean = Reply(self.snapshot())
+            return self._mean
+
+    def _merge_round(self, messages: Sequence[Bytes]) -> None:
+        if not messages:
+            return  # all that was sent is gone; the center stays as it is
+        part, _ = self._part(0)
+        with np.errstate(**_ERRORS):
+            for run, rule, center in (block for shard in part.shards for block in shard):
+                rule.merge(center, [part.view(run, data) for data in messages], 0.0)
 
     def read(self) -> Reply:
         """Return a copy of this part of the center."""
@@ -172,19 +193,28 @@ class Shard:
     def rows(self) -> tuple[dict[int, Row], int]:
         """Return how far each rank has come, and the last round."""
         with self._table:
-            return dict(self._rows), self._round
+            return dict(self._rows), self._slots.reduced
 
     def save(self) -> None:
-        """Write a checkpoint now, if there is a storage."""
+        """Write a checkpoint now, if there is a storage.
+
+        Without locks an exchange that is under way may be in the center and not in the rows.
+        """
         if self._storage is None:
             return
         with self._saving:
             with self._turn, self._table:
                 center, state = self._center.copy(), self._state.copy()
                 rows = {str(rank): row.to_json() for rank, row in self._rows.items()}
-                header = {"span": [self._start, self._stop], "round": self._round, "rows": rows}
-                self._since = 0
+                header = {
+                    "span": [self._start, self._stop],
+                    "round": self._slots.reduced,
+                    "rows": rows,
+                }
+                since = self._since
             self._storage.write(self.name, header, {"center": center, "state": state})
+            with self._table:
+                self._since -= since
 
     def _repeat(self, sender: Sender) -> Reply | None:
         """Return the answer to an exchange that was applied already."""
@@ -199,22 +229,33 @@ class Shard:
         return Reply(self.snapshot(), forgotten=True)
 
     def _apply(self, message: Message) -> Reply:
-        before = self.snapshot() if self._rule.adopts_message else None
+        # Without locks `c` may move meanwhile; both sides then use the same copy of it.
+        unlocked = self._rule.adopts_message and not self._plan.use_locking
+        before: Any = None
+        if self._rule.adopts_message:
+            before = self._center.copy() if unlocked else self.snapshot()
         part, room = self._part(0 if self._plan.use_locking else message.sender.rank)
         refused = None
         with np.errstate(**_ERRORS):
             blocks = (block for shard in part.bind(message.data, room) for block in shard)
             for number, block in enumerate(blocks):
+                c = part.view(block.run, before) if unlocked else block.center.c
                 try:
-                    _merge(block, message)
+                    _merge(block, message, c)
                 except RefusedError:
                     refused = number
                     break
-        return Reply(self.snapshot() if before is None else before, refused)
+        if before is None:
+            return Reply(self.snapshot(), refused)
+        return Reply(self.send(before) if unlocked else before, refused)
 
     def snapshot(self) -> Any:
         """Return a copy of the center as it is sent to workers."""
         return self._center.copy()
+
+    def send(self, copy: Bytes) -> Any:
+        """Return a copy of the center that was made before, as it is sent to workers."""
+        return copy
 
     def _check(self, sender: Sender) -> None:
         self._check_ready()
@@ -231,9 +272,10 @@ class Shard:
             raise self._problem
 
     def _note(self, sender: Sender) -> None:
-        self._rows[sender.rank] = Row(
-            *sender.at, sender.steps, sender.exchanges, float(sender.seconds)
-        )
+        known = self._rows.get(sender.rank, Row())
+        if sender.at >= (known.incarnation, known.number):
+            done = sender.steps, sender.exchanges
+            self._rows[sender.rank] = Row(*sender.at, *done, seconds=float(sender.seconds))
         self._since += 1
         if self._since >= self._exchanges:
             self._due.set()
@@ -263,9 +305,9 @@ class Shard:
         try:
             self._storage = Storage(place)
             self._restore(self._storage)
-        except CenterError as error:
-            self._storage, self._problem = None, error
-        else:
+        except CenterError as error:  # one that is of another center may be replaced by a new one
+            self._problem = error
+        if self._storage:
             threading.Thread(target=self._keep, name="checkpoints", daemon=True).start()
 
     def _restore(self, storage: Storage) -> None:
@@ -281,7 +323,7 @@ class Shard:
         np.copyto(self._center, tensors["center"])
         np.copyto(self._state, tensors["state"])
         self._rows = {int(rank): Row(*values) for rank, values in header["rows"].items()}
-        self._round = header["round"]
+        self._slots = Slots(header["round"])
         self._ready = True
 
     def _keep(self) -> None:
@@ -292,14 +334,14 @@ class Shard:
             if self._ready and self._since:
                 try:
                     self.save()
-                except CenterError as error:
+                except Exception as error:  # the next one may do
                     _log.warning("No checkpoint of %s: %s", self.name, error)
 
 
-def _merge(block: Block, message: Message) -> None:
+def _merge(block: Block, message: Message, c: Any) -> None:
     entry = block.run.entry
     if block.rule.reads_center:
-        sent = make_message(block, message.gradients)
+        sent = make_message(block, message.gradients, c)
     elif entry is None or message.seen[entry]:
         sent = block.local.message  # a copy that optimizers may write to
         np.copyto(sent, block.local.x)

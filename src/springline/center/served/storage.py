@@ -61,12 +61,14 @@ class Storage:
         if name not in self._written:
             self.read(name)
         number = self._written.get(name, 0) + 1
-        checksum = {key: zlib.crc32(value.tobytes()) for key, value in tensors.items()}
+        checksum = _checksums(tensors)
         text = json.dumps({"number": number, "checksum": checksum, "header": dict(header)})
         tensors[_HEADER] = np.frombuffer(text.encode(), np.uint8)
         data = save(tensors)
         path = self._slot(name, number)
         if self._fs is None:
+            for stale in Path(path).parent.glob(f".{Path(path).name}.*"):  # of who was killed here
+                stale.unlink(missing_ok=True)
             write_file(Path(path), lambda temporary: _write_bytes(temporary, data))
         else:
             try:
@@ -97,7 +99,7 @@ class Storage:
         try:
             tensors = load(data)
             values = json.loads(tensors.pop(_HEADER).tobytes())
-            if {k: zlib.crc32(v.tobytes()) for k, v in tensors.items()} != values["checksum"]:
+            if _checksums(tensors) != values["checksum"]:
                 return None
             return values["number"], (values["header"], tensors)
         except (SafetensorError, ValueError, KeyError):
@@ -105,6 +107,10 @@ class Storage:
 
     def _slot(self, name: str, number: int) -> str:
         return f"{self._root}/{name}.{number % 2}.safetensors"
+
+
+def _checksums(tensors: Mapping[str, Any]) -> dict[str, int]:
+    return {name: zlib.crc32(tensor.reshape(-1)) for name, tensor in tensors.items()}
 
 
 def _write_bytes(path: Path, data: bytes) -> None:

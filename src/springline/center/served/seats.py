@@ -1,0 +1,91 @@
+"""The members of a served center, and the round they are in, as its head sees them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from springline.center.errors import CenterError
+
+_KNOWN = 10  # rounds whose contributors are remembered
+
+
+class NotAMemberError(CenterError):
+    """The head does not know a member any more."""
+
+
+@dataclass
+class Seat:
+    """A member."""
+
+    incarnation: int
+    heard: float
+    settled: int  # the round it has contributed to or withdrawn from
+    contributed: int = 0
+    joined: bool = False
+
+
+class Seats:
+    """All members, dead or alive.
+
+    Args:
+        grace: seconds without a sign of life after which a member counts as dead.
+
+    Attributes:
+        of: the seats, by rank.
+        quiet_until: no round is closed before.
+        closed: the last round that was.
+        contributors: of the last few rounds.
+    """
+
+    def __init__(self, grace: float) -> None:
+        self.of: dict[int, Seat] = {}
+        self.quiet_until = 0.0
+        self.closed = 0
+        self.contributors: dict[int, list[int]] = {}
+        self._grace = grace
+
+    def is_alive(self, seat: Seat) -> bool:
+        """Whether it was heard of lately."""
+        return time.monotonic() - seat.heard < self._grace
+
+    def alive(self) -> list[int]:
+        """Return the ranks that were heard of lately."""
+        return sorted(rank for rank, seat in self.of.items() if self.is_alive(seat))
+
+    def find(self, rank: int, incarnation: int) -> Seat | None:
+        """Return a member's seat; None if it has none, or another has it."""
+        seat = self.of.get(rank)
+        return seat if seat and seat.incarnation == incarnation else None
+
+    def member(self, rank: int, incarnation: int) -> Seat:
+        """Return a member's seat.
+
+        Raises:
+            NotAMemberError: it has none.
+        """
+        seat = self.find(rank, incarnation)
+        if seat is None:
+            raise NotAMemberError("The head does not know this member; it has to join anew.")
+        return seat
+
+    def pending(self, number: int) -> list[int]:
+        """Return whom a round waits for."""
+        return [rank for rank in self.alive() if self.of[rank].settled < number]
+
+    def contributing(self, number: int) -> list[int]:
+        """Return who has contributed to a round, of those who are alive."""
+        return [rank for rank in self.alive() if self.of[rank].contributed == number]
+
+    def close(self, number: int) -> bool:
+        """Close a round if it waits for nobody; return whether that was done now."""
+        if self.closed >= number or self.pending(number):
+            return False
+        if time.monotonic() < self.quiet_until:
+            return False
+        contributors = self.contributing(number)
+        if contributors:
+            self.closed = number
+            self.contributors[number] = contributors
+            self.contributors.pop(number - _KNOWN, None)
+        return bool(contributors)
