@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
+import numpy as np
 import ray
 from ray_exchange_report import Row, draw, page
 from ray_exchange_worker import LEAST, Case, Giver, Times, measure
@@ -32,6 +33,7 @@ FULL = [
     Case(25_000_000, p, s, rounds=20 if p == 1 else 10) for p in (1, 2, 4) for s in (1, 2, 4, 8)
 ]
 QUICK = [Case(500_000, p, s, rounds=3) for p, s in ((1, 1), (2, 2))]
+_BUFFERS = 20  # of the model's size that Ray's memory has room for
 _INSIDE = "SPRINGLINE_BENCHMARK_NETWORK"
 
 
@@ -75,7 +77,7 @@ def main() -> None:
     cases = QUICK if options.quick else FULL
     nbytes = 4 * cases[0].parameters
     console, load = Console(), os.getloadavg()[0]
-    store = max(100_000_000, 20 * nbytes)
+    store = max(100_000_000, _BUFFERS * nbytes)
     context = ray.init(
         object_store_memory=store,
         include_dashboard=False,
@@ -83,6 +85,9 @@ def main() -> None:
         log_to_driver=False,
         logging_level="ERROR",
     )
+    buffer = np.ones(nbytes, np.uint8)
+    touched = [ray.put(buffer) for _ in range(_BUFFERS - 4)]  # memory is slow the first time
+    del touched
     giver = ray.remote(Giver).options(name=LEAST, num_cpus=0, max_concurrency=8).remote(nbytes)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     rows: list[Row] = []
