@@ -84,7 +84,8 @@ def run(
         str | None,
         typer.Option(
             help="Where the center's shards keep checkpoints: a directory that all machines see, "
-            "by default in the run's, or an fsspec URL; `none` for nowhere.",
+            "by default in the run's, or an fsspec URL; each run in a place of its own below it. "
+            "`none` for nowhere.",
             metavar="PLACE",
             rich_help_panel=_CLUSTER,
         ),

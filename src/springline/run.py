@@ -217,6 +217,7 @@ def report(text: str) -> None:
     print(text, flush=True)
     folder = directory()
     if folder:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_private(folder / REPORT, f"{text}\n")
 
 

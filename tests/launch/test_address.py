@@ -12,6 +12,7 @@ from launched import TRAINING, alive, all_gone, wait_for
 from safetensors.numpy import load_file
 
 from springline.center.ray import RayCenter
+from springline.launch.machines import center_name
 
 PATIENCE = 120.0  # seconds for what takes a few, on a busy machine
 
@@ -49,7 +50,8 @@ def test_a_run_on_a_cluster_whose_worker_is_killed(train, command, run, tmp_path
     assert running.process.poll() is None
 
     assert running.wait(PATIENCE) == 0, running.output
-    assert "on 2 workers of the cluster at auto." in running.output
+    words = f"on 2 workers of the cluster at auto, the center is {center_name(run.path)}."
+    assert words in running.output
     assert "Worker 1 was killed by SIGKILL; restart 1 of 3." in running.output
     assert "The center is in run/center.safetensors" in running.output
     assert run.steps() == [150, 150]
@@ -219,7 +221,8 @@ def test_what_is_missing_on_a_machine_is_said_in_a_sentence(command, cluster, ru
     (tmp_path / "storage").write_text("a file")
     refused = command("run", *words, run.path, "--storage", "storage", TRAINING)
     assert refused.process.returncode == 2
-    assert f"Cannot use {tmp_path / 'storage'} for the center's checkpoints" in refused.output
+    place = tmp_path / "storage" / center_name(run.path)
+    assert f"Cannot use {place} for the center's checkpoints" in refused.output
     assert "with `--storage`" in refused.output
     assert not run.path.exists()
 
@@ -268,7 +271,7 @@ def test_workers_wait_for_room_and_say_so(start_command, cluster, run, script, t
     first = start_command(*words, 3, "--run", other.path, path)
     wait_for(lambda: all(other.running(rank) for rank in range(3)), PATIENCE)
     second = start_command(*words, 2, "--run", run.path, path)
-    sentence = "waits for room: each needs 1 CPU. The cluster has 4 CPUs; free, on all machines"
+    sentence = "ready: each needs 1 CPU. The cluster has 4 CPUs; free, on all machines together"
     wait_for(lambda: sentence in second.output, PATIENCE)
     assert [w.state for w in run.state.workers].count("running") == 1
     (tmp_path / "end").touch()

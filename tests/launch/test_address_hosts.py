@@ -12,6 +12,7 @@ from launched import TRAINING, Command, wait_for
 
 import hosts
 from springline.launch.host import sweep
+from springline.launch.machines import center_name
 
 PATIENCE = 180.0
 # How soon Ray notices that a node is gone.
@@ -86,13 +87,14 @@ def test_a_machine_without_the_script_is_named(start, hide, three, tmp_path):
     assert "restart" not in command.output
 
 
-def test_a_machine_that_does_not_see_the_storage_is_named(start, hide, three, tmp_path):
+def test_a_machine_that_does_not_see_the_storage_is_named(start, hide, three, run, tmp_path):
     storage = tmp_path / "storage"
     storage.mkdir()
     hide(1, storage)
     command = start("--storage", storage, TRAINING, "elastic", 100_000, 0.01)
     assert command.wait(PATIENCE) == 1
-    assert f"The center's checkpoints cannot be kept in {storage} from " in command.output
+    place = storage / center_name(run.path)
+    assert f"The center's checkpoints cannot be kept in {place} from " in command.output
     assert f"({three[1].address}): what was written there elsewhere is not seen." in command.output
     assert "with `--storage`" in command.output
 

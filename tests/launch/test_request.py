@@ -7,7 +7,8 @@ import pytest
 from springline.cluster import Cluster
 from springline.launch.directory import LaunchError
 from springline.launch.request import ClusterRequest
-from springline.run import Run
+from springline.launch.state import CenterStatus
+from springline.run import Run, report
 
 
 def test_what_was_not_said_is_as_in_the_last_launch(tmp_path):
@@ -28,8 +29,38 @@ def test_what_was_not_said_is_as_in_the_last_launch(tmp_path):
 )
 def test_what_holds_the_center_is_for_good(tmp_path, before, now, sentence):
     asked = asdict(ClusterRequest("auto", **before))
+    new = ClusterRequest(**now).over(asked, tmp_path)  # there is no center yet
+    assert new == ClusterRequest("auto", **before | now)
+    CenterStatus({}, 0, [], []).write(tmp_path / "center")
     with pytest.raises(LaunchError, match=sentence):
         ClusterRequest(**now).over(asked, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ({"gpus": 1.5}, "`--gpus` above 1 must be a whole number. Received: 1.5."),
+        ({"gpus": 1e-5}, "`--gpus` must be 0 or a number >= 0.0001. Received: 1e-05."),
+        ({"cpus": -1.0}, "`--cpus` must be 0 or a number >= 0.0001. Received: -1."),
+        ({"cpus": float("nan")}, "Received: nan."),
+        ({"cpus": float("inf")}, "Received: inf."),
+    ],
+)
+def test_what_no_machine_can_give_is_refused(asked, sentence):
+    with pytest.raises(LaunchError, match=sentence):
+        ClusterRequest("auto", **asked).check(None)
+
+
+def test_parts_of_a_gpu_and_several_can_be_had():
+    for gpus in (0.0, 0.0001, 0.5, 1.0, 2.0):
+        ClusterRequest("auto", cpus=1.5, gpus=gpus).check(None)
+
+
+def test_a_report_makes_the_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPRINGLINE_RUN", str(tmp_path / "runs" / "digits"))
+    report("It went well.")
+    assert (tmp_path / "runs" / "digits" / "report.txt").read_text() == "It went well.\n"
+    assert (tmp_path / "runs" / "digits").stat().st_mode & 0o777 == 0o700
 
 
 def test_a_worker_finds_the_cluster_in_its_environment():

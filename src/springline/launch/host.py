@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -21,7 +22,8 @@ from typing import Any
 from springline.center.errors import CheckpointError
 from springline.center.served.storage import Storage
 from springline.cluster import Cluster
-from springline.launch.fetch import Have, Piece, pieces
+from springline.launch.directory import LOCK
+from springline.launch.fetch import Have, Piece, Stamps, pieces, stamps
 from springline.launch.process import THREADS, WorkerProcess, environment
 from springline.run import Run
 
@@ -104,6 +106,7 @@ class Host:
         self._lock = _lock(self._directory)
         self._life = 0
         self._process: WorkerProcess | None = None
+        self._final: Stamps | None = None  # its files, when its end was seen
         self._machine = _machine()
         self._begun = Begun(self._machine)
 
@@ -115,7 +118,7 @@ class Host:
             starts: when the worker was started before, on whatever machine.
         """
         if life != self._life:
-            self._life = life
+            self._life, self._final = life, None
             script, refused = self._find_script(self._machine)
             refused = refused or self._check_storage(self._machine)
             if refused:
@@ -141,8 +144,10 @@ class Host:
             process.look()
         ended = process is not None and not process.alive
         code = process.entry.exit_code if process and ended else None
+        if ended and self._final is None:  # what it has left running may write for ever
+            self._final = stamps(self._directory)
         asked = (self._directory / "stop").exists()
-        return News(ended, code, asked, pieces(self._directory, have, ended))
+        return News(ended, code, asked, pieces(self._directory, have, self._final))
 
     def send(self, number: int) -> None:
         """Send the process a signal."""
@@ -167,7 +172,14 @@ class Host:
         folder = Path(given.directory) if given.directory else Path.cwd()
         where = folder / script
         if where.is_file() and os.access(where, os.R_OK):
-            os.chdir(folder)
+            try:
+                os.chdir(folder)
+            except OSError as error:
+                return script, (
+                    f"The script is run from {folder}, which cannot be used on {machine}: "
+                    f"{error.strerror}. Start from a directory that all machines see under the "
+                    "same name, or let one be copied to them with `--working-dir DIR`."
+                )
             return script, None
         return script, (
             f"The script {where} is not on {machine}, or cannot be read there. Keep it in a "
@@ -241,8 +253,13 @@ def _machine() -> str:
 
 def _lock(directory: Path) -> int:
     """Hold a directory for as long as this process lives."""
-    fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    fd = os.open(directory / LOCK, flags, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise
     return fd
 
 
@@ -250,6 +267,9 @@ def sweep(age: float = _NEW) -> None:
     """Remove the directories, of at least some age, of hosts that were killed."""
     for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
-            if time.time() - directory.stat().st_mtime > age:  # else it may not be held yet
+            status = directory.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+                continue  # somebody else has made it
+            if time.time() - status.st_mtime > age:  # else it may not be held yet
                 os.close(_lock(directory))
                 shutil.rmtree(directory)

@@ -90,6 +90,11 @@ class Keeper:
         except (CenterError, OSError):  # not made yet, or freed this very moment
             return None
 
+    def _save(self, center: Kept) -> None:
+        """Write a checkpoint of the center."""
+        with center:
+            center.save(self._checkpoint)
+
     def _retire(self, center: Kept) -> None:
         """Save the center for the last time and free its memory."""
         center.retire()
@@ -105,8 +110,7 @@ class Keeper:
             if center is None:
                 continue
             try:
-                with center:
-                    center.save(self._checkpoint)
+                self._save(center)
                 self.saved, failed = time.time(), False
             except (CenterError, OSError) as error:
                 if not failed:  # once, not every 30 seconds

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayError
 
 from springline.center import CenterError, CheckpointError
-from springline.center.ray import NAMESPACE
+from springline.center.ray import LINGER, NAMESPACE
 from springline.center.shared import LAYOUT_NAME
 from springline.cluster import Cluster
 from springline.launch.directory import CENTER, LaunchError
@@ -24,26 +24,42 @@ from springline.launch.machine import Place, Say
 from springline.launch.remote import RemoteWorker
 from springline.launch.request import NO_STORAGE, ClusterRequest
 from springline.launch.room import check_room, free, needs, nodes
-from springline.launch.state import CenterStatus
+from springline.launch.state import CenterStatus, LaunchState
 from springline.launch.task import Task
 from springline.launch.watch import CenterWatch, ClusterKeeper, open_center
 
 _log = logging.getLogger("springline")
 _SHARDS = "shards"
-_WAIT = 10.0  # seconds after which we say that there is no room for a worker
+_WAIT = 10.0  # seconds after which we say that a worker has not started
 _AGAIN = 60.0  # seconds after which a warning is said again
 _LONG = 160  # letters of it
 _CLOSING = 5.0  # seconds that hosts may take to clean up
-# Of the launcher's environment, what says something of its machine or its job and not of the run.
+# Of the launcher's environment, what says something of its machine or its job and not of the run:
+# names, and beginnings of names.
 _OWN = (
     "RAY_",
     "SPRINGLINE_",
     "CUDA_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "NVIDIA_VISIBLE_DEVICES",
+    "DISPLAY",
     "HOSTNAME",
-    "PWD",
+    "LD_LIBRARY_PATH",
+    "LD_PRELOAD",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_",
     "OLDPWD",
-    "TMPDIR",
+    "PWD",
+    "RANK",
+    "SLURM_",
     "SSH_",
+    "TF_CONFIG",
+    "TMPDIR",
+    "TORCHELASTIC_",
+    "WORLD_SIZE",
+    "XDG_",
 )
 
 
@@ -84,17 +100,13 @@ class Machines(Place):
         self._node = ray.get_runtime_context().get_node_id()
         address = ray.get_runtime_context().gcs_address
         storage = _storage(asked, directory)
-        if storage is None and CenterStatus.read(directory / CENTER) and not open_center(name):
-            raise LaunchError(
-                f"The run in {directory} was started with `--storage none`: its center is gone, "
-                "and it cannot go on. Start a new one."
-            )
+        _check_center(directory, name, storage)
         self._cluster = Cluster(address, name, asked.shards, storage)
         self._say = say
         self._asked = asked
         self._cut_off = False
         self._sayer = _Sayer(say)
-        self._told: set[int] = set()  # ranks of which we have said that there is no room
+        self._told: set[int] = set()  # ranks of which we have said that they wait
         self._watch = CenterWatch(directory, name)
         where, script = _find(script, asked)
         token = uuid.uuid4().hex
@@ -103,7 +115,7 @@ class Machines(Place):
                 put_token(storage, token)
             except CheckpointError as error:
                 raise LaunchError(f"{error} Give another with `--storage`.") from error
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(_OWN)}
+        environment = _surroundings(os.environ)
 
         def worker(rank: int) -> RemoteWorker:
             place = rank, workers, self._cluster, environment, token
@@ -123,14 +135,17 @@ class Machines(Place):
         self._watch.start()
 
     def tick(self) -> None:
-        """Say, once, for whom there is no room."""
+        """Say, once, who has not started for a while."""
         waiting = [w.entry.rank for w in self._workers if w.waits > _WAIT]
         new = [rank for rank in waiting if rank not in self._told]
         self._told = set(waiting)
         if new:
             ranks = ", ".join(map(str, new))
-            who = f"Worker {ranks} waits" if len(new) == 1 else f"Workers {ranks} wait"
-            self._say(f"{who} for room: each needs {needs(self._asked)}. {free(self._asked)}")
+            who = f"Worker {ranks} has" if len(new) == 1 else f"Workers {ranks} have"
+            self._say(
+                f"{who} not started yet, for want of room or because a machine is still being made "
+                f"ready: each needs {needs(self._asked)}. {free(self._asked)}"
+            )
 
     def gone(self, worker: Task) -> None:
         """Tell the center, so that nobody waits for it."""
@@ -212,9 +227,44 @@ def center_name(directory: Path) -> str:
 
 
 def _storage(asked: ClusterRequest, directory: Path) -> str | None:
+    """Return the run's own place for checkpoints, below the one that the user gave."""
     if asked.storage == NO_STORAGE:
         return None
-    return asked.storage or str(directory / CENTER / _SHARDS)
+    if asked.storage:
+        between = "" if asked.storage.endswith("/") else "/"
+        return f"{asked.storage}{between}{center_name(directory)}"
+    return str(directory / CENTER / _SHARDS)
+
+
+def _check_center(directory: Path, name: str, storage: str | None) -> None:
+    """Refuse a run whose center is gone, and a new one that would find another run's."""
+    made = CenterStatus.read(directory / CENTER) is not None
+    if made and storage is None and not open_center(name):
+        raise LaunchError(
+            f"The run in {directory} was started with `--storage none`: its center is gone, "
+            "and it cannot go on. Start a new one."
+        )
+    if not made and LaunchState.last(directory) is None and open_center(name):
+        raise LaunchError(
+            f"The run in {directory} is new, but its center, {name}, is on the cluster already: "
+            "that of an earlier run in a directory of the same name. Wait until it has retired, "
+            f"{LINGER / 60:.0f} minutes after its last worker has left, or start in another "
+            "directory with `--run`."
+        )
+
+
+def _surroundings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what workers on other machines find of the launcher's environment.
+
+    >>> _surroundings({"RANK": "3", "RANKING": "best", "SLURM_JOB_ID": "7"})
+    {'RANKING': 'best'}
+    """
+    beginnings = tuple(own for own in _OWN if own.endswith("_"))
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in _OWN and not name.startswith(beginnings)
+    }
 
 
 def _find(script: str, asked: ClusterRequest) -> tuple[str | None, str]:

@@ -59,18 +59,19 @@ class RemoteWorker(Task):
 
     @property
     def waits(self) -> float:
-        """For how long there has been no room for it."""
+        """For how long it has been about to start."""
         return time.monotonic() - self.since if self._alive and not self._begun else 0.0
 
     def start(self) -> None:
         """Let its host start it; find it another if the last one was lost."""
-        self._alive, self._begun, self._kill_at, self._lost = True, False, None, ""
+        self._begun, self._kill_at, self._lost = False, None, ""
         self._life += 1
         self.since = time.monotonic()
         self.entry.state, self.entry.exit_code, self.entry.pid = "starting", None, None
         if self._host is None:
             self._fetched = Fetched(self._directory, self.entry.rank)
             self._host = ray.remote(Host).options(**self._options).remote(self._assignment)
+        self._alive = True  # now that there is somebody to ask
         starts = [*self.entry.starts]
         self.entry.starts.append(time.time())
         self._ask("begin", self._life, starts)

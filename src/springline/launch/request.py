@@ -9,9 +9,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from springline.launch.directory import LaunchError
+from springline.launch.directory import CENTER, LaunchError
+from springline.launch.state import CenterStatus
 
 NO_STORAGE = "none"
+_LEAST = 0.0001  # of a CPU or a GPU: Ray counts no finer
 _OPTIONS = {
     "shards": "--center-shards",
     "storage": "--storage",
@@ -67,8 +69,15 @@ class ClusterRequest:
             )
         for name in ("cpus", "gpus"):
             value = getattr(self, name)
-            if value is not None and not 0 <= value < float("inf"):
-                raise LaunchError(f"`--{name}` must be a number >= 0. Received: {value:g}.")
+            if value and not _LEAST <= value < float("inf"):
+                raise LaunchError(
+                    f"`--{name}` must be 0 or a number >= {_LEAST}. Received: {value:g}."
+                )
+        if self.gpus is not None and self.gpus > 1 and self.gpus % 1:
+            raise LaunchError(
+                f"`--gpus` above 1 must be a whole number. Received: {self.gpus:g}. A worker has a "
+                "part of one GPU, or several of its own."
+            )
         if self.working_dir is not None and not Path(self.working_dir).is_dir():
             raise LaunchError(f"`--working-dir` must be a directory. Received: {self.working_dir}.")
 
@@ -91,8 +100,9 @@ class ClusterRequest:
         said = {k: v for k, v in asdict(self).items() if v is not None}
         known = {field.name for field in fields(self)}
         asked = {k: v for k, v in (before or {}).items() if k in known}
-        for name in ("storage", "shards"):
-            if before is not None and said.get(name, asked.get(name)) != asked.get(name):
+        made = before is not None and CenterStatus.read(directory / CENTER)
+        for name in ("storage", "shards") if made else ():
+            if said.get(name, asked.get(name)) != asked.get(name):
                 option, was = _OPTIONS[name], asked.get(name)
                 how = f"without `{option}`" if was is None else f"with `{option} {was}`"
                 raise LaunchError(

@@ -51,6 +51,8 @@ class ClusterKeeper(Keeper):
         def finish() -> None:
             try:
                 found.append(super(ClusterKeeper, self).finish())
+            except RayError as error:
+                found.append(_no_answer(error))
             except BaseException as error:
                 found.append(error)
 
@@ -67,6 +69,12 @@ class ClusterKeeper(Keeper):
 
     def _open(self) -> RayCenter | None:
         return open_center(self._name)
+
+    def _save(self, center: Any) -> None:
+        try:
+            super()._save(center)
+        except RayError as error:
+            raise _no_answer(error) from error
 
     def _retire(self, center: Any) -> None:
         center.save(self._checkpoint)
@@ -100,7 +108,8 @@ class CenterWatch:
     def gone(self, rank: int) -> None:
         """Tell the center that a worker is gone: nobody is to wait for it."""
         if self._head is not None:
-            self._head.tell("leave", rank, None)
+            with contextlib.suppress(RayError):  # the center will notice by itself
+                self._head.tell("leave", rank, None)
 
     def end(self) -> None:
         """Look no more; waits for nothing."""
@@ -139,9 +148,14 @@ class CenterWatch:
         self._last.write(self._directory)
 
 
+def _no_answer(error: RayError) -> CenterError:
+    lines = str(error).split("\n")
+    return CenterError(f"The cluster has not answered ({type(error).__name__}: {lines[0]}).")
+
+
 def open_center(name: str) -> RayCenter | None:
     """Open a center on the cluster; None if there is none."""
     try:
         return RayCenter.open(name)
-    except (CenterError, RayError):
+    except (CenterError, RayError, ConnectionError):
         return None

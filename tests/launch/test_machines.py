@@ -1,0 +1,175 @@
+"""What a run on a cluster does before and beside its workers, without a cluster."""
+
+import os
+import signal
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+from launched import wait_for
+from ray.exceptions import RayError
+
+from springline.center import CenterError
+from springline.cluster import Cluster
+from springline.launch import host, machines, watch
+from springline.launch.directory import LaunchError
+from springline.launch.fetch import Fetched
+from springline.launch.host import Assignment, Host
+from springline.launch.machines import center_name
+from springline.launch.remote import RemoteWorker
+from springline.launch.request import ClusterRequest
+from springline.launch.state import CenterStatus, LaunchState
+from springline.launch.watch import ClusterKeeper
+
+
+def test_every_run_has_a_storage_of_its_own(tmp_path):
+    one, two = tmp_path / "a" / "run", tmp_path / "b" / "run"
+    for given, start in (
+        ("/shared", "/shared/"),
+        ("s3://bucket", "s3://bucket/"),
+        ("m://", "m://"),
+    ):
+        asked = ClusterRequest("auto", storage=given)
+        assert machines._storage(asked, one) == f"{start}{center_name(one)}"
+        assert machines._storage(asked, one) != machines._storage(asked, two)
+    assert machines._storage(ClusterRequest("auto", storage="none"), one) is None
+    assert machines._storage(ClusterRequest("auto"), one) == str(one / "center" / "shards")
+
+
+def test_a_new_run_does_not_go_on_with_the_center_of_another(tmp_path, monkeypatch):
+    there = {"digits-1": object()}
+    monkeypatch.setattr(machines, "open_center", there.get)
+    machines._check_center(tmp_path, "digits-2", "/shared")
+    with pytest.raises(LaunchError, match="is new, but its center, digits-1, is on the cluster"):
+        machines._check_center(tmp_path, "digits-1", "/shared")
+    LaunchState("train.py", [], 0.0, 1).write(tmp_path)  # its launcher was killed early
+    machines._check_center(tmp_path, "digits-1", "/shared")
+    CenterStatus({}, 0, [], []).write(tmp_path / "center")
+    machines._check_center(tmp_path, "digits-1", None)
+    with pytest.raises(LaunchError, match="its center is gone"):
+        machines._check_center(tmp_path, "digits-2", None)
+
+
+def test_what_speaks_of_the_launchers_machine_is_not_sent():
+    own = ["LD_PRELOAD", "SLURM_JOB_ID", "TF_CONFIG", "RANK", "MASTER_ADDR", "XDG_RUNTIME_DIR"]
+    sent = machines._surroundings(dict.fromkeys([*own, "RAY_ADDRESS", "MINE"], "x"))
+    assert sent == {"MINE": "x"}
+
+
+@pytest.fixture
+def hosted(tmp_path, monkeypatch):
+    """`hosted(script, directory)` makes a host on this machine; closed at the end."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(host, "_machine", lambda: "here (127.0.0.1)")
+    monkeypatch.chdir(tmp_path)
+    made = []
+
+    def hosted(script, directory):
+        cluster = Cluster("127.0.0.1:1", "digits")
+        made.append(Host(Assignment(str(script), [], str(directory), 0, 1, cluster, {}, "token")))
+        return made[-1]
+
+    yield hosted
+    for one in made:
+        one.close()
+
+
+def test_a_machine_without_the_directory_is_named(hosted, script, tmp_path):
+    begun = hosted(script("print(1)"), tmp_path / "nowhere").begin(1, [])
+    assert begun.pid is None
+    assert f"The script is run from {tmp_path / 'nowhere'}, which cannot be used" in begun.refused
+    assert "on here (127.0.0.1): No such file or directory." in begun.refused
+
+
+def test_a_worker_has_ended_though_what_it_has_left_running_prints_on(hosted, script, tmp_path):
+    path = script(
+        "import subprocess, sys\n"
+        "chatty = 'import time\\nwhile True: print(1, flush=True); time.sleep(0.01)'\n"
+        "print(subprocess.Popen([sys.executable, '-c', chatty]).pid, flush=True)\n"
+    )
+    one, fetched = hosted(path, tmp_path), Fetched(tmp_path / "run", 0)
+    assert one.begin(1, []).pid
+
+    def ask():
+        news = one.news(fetched.have, stopping=False)
+        for piece in news.pieces:
+            fetched.take(piece)
+        return news
+
+    wait_for(lambda: ask().ended)
+    text = (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    left = max(int(line) for line in text.split("\n")[1:-1])
+    try:
+        log = one._directory / "logs" / "rank-0.log"
+        wait_for(lambda: log.stat().st_size > len(text))
+        assert ask().pieces == []
+    finally:
+        os.kill(left, signal.SIGKILL)
+
+
+def test_only_directories_of_ours_are_swept(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left = Path(tempfile.mkdtemp(prefix=host._PREFIX))
+    linked = Path(tempfile.mkdtemp(prefix=host._PREFIX))
+    (linked / "lock").symlink_to(tmp_path / "made")
+    held = Path(tempfile.mkdtemp(prefix=host._PREFIX))
+    lock = host._lock(held)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / f"{host._PREFIX}link").symlink_to(tmp_path / "elsewhere")
+    host.sweep(-1.0)
+    os.close(lock)
+    assert not left.exists()
+    assert held.exists()
+    assert linked.exists()
+    assert not (tmp_path / "made").exists()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    monkeypatch.setattr(os, "getuid", lambda: held.stat().st_uid + 1)
+    host.sweep(-1.0)
+    assert held.exists()
+
+
+def test_a_worker_whose_host_cannot_be_made_is_not_alive(tmp_path):
+    cluster = Cluster("127.0.0.1:1", "digits")
+    assignment = Assignment("train.py", [], None, 0, 1, cluster, {}, "token")
+    worker = RemoteWorker(assignment, tmp_path, {"num_gpus": -1})
+    with pytest.raises(ValueError, match="num_gpus"):
+        worker.start()
+    assert not worker.alive
+
+
+class Silent:
+    """A center on a cluster that does not answer."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+    def save(self, _):
+        raise RayError("nobody is there")
+
+    def values(self):
+        raise RayError("nobody is there")
+
+
+def test_a_cluster_that_does_not_answer_ends_no_keeper(tmp_path, monkeypatch):
+    opened, said = [], []
+    often = threading.Event()
+
+    def open_center(_):
+        opened.append(Silent())
+        if len(opened) > 3:
+            often.set()
+        return opened[-1]
+
+    monkeypatch.setattr(watch, "open_center", open_center)
+    keeper = ClusterKeeper(tmp_path, 0.01, said.append, "digits")
+    keeper.start()
+    assert often.wait(30.0)
+    sentence = "The cluster has not answered (RayError: nobody is there)."
+    with pytest.raises(CenterError) as raised:
+        keeper.finish()
+    assert str(raised.value) == sentence
+    assert said == [f"No checkpoint: {sentence}"]
