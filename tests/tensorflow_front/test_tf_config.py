@@ -3,10 +3,13 @@
 import json
 
 import pytest
+import tensorflow as tf
 from tf_eager import RUN
 
 from springline.tensorflow import cluster
-from springline.tensorflow.tf_config import read
+from springline.tensorflow.cluster import Cluster
+from springline.tensorflow.members import Members
+from springline.tensorflow.tf_config import has_chief, read
 
 JOBS = {"ps": ["a:1"], "worker": ["b:1", "c:1"]}
 
@@ -52,6 +55,23 @@ def test_tasks_may_be_numbered():
     assert read(config(some, type="worker", index=3))[1:] == ("worker", 3, "d:1")
     with pytest.raises(ValueError, match=r"'index' is 0, but 'worker' has 3"):
         read(config(some, type="worker", index=0))
+
+
+@pytest.mark.parametrize("none", [[], {}])
+def test_a_job_without_tasks_is_none(none, monkeypatch):
+    """With an empty chief the first worker is the chief, and nobody waits for another."""
+    text = config({"chief": none, **JOBS}, type="worker", index=0)
+    monkeypatch.setenv("TF_CONFIG", text)
+    jobs, job, task, _ = read(text)
+    assert jobs == JOBS
+    place = Cluster(tf.train.ClusterSpec(jobs), job, task, None)
+    assert (place.is_chief, place.rank, place.num_worker) == (True, 0, 2)
+    assert not has_chief()
+    assert Members("/job:worker/task:0", 2).names == ["/job:worker/task:0", "/job:worker/task:1"]
+    jobs, *_ = read(config({"ps": none, "worker": ["b:1"]}, type="worker", index=0))
+    assert "ps" not in jobs
+    with pytest.raises(ValueError, match=r"'type' is 'chief', but the cluster has ps, worker"):
+        read(config({"chief": none, **JOBS}, type="chief", index=0))
 
 
 def test_a_run_of_several_workers_needs_a_parameter_server(monkeypatch):

@@ -8,14 +8,14 @@ import pytest
 import tensorflow as tf
 from tf_cluster import INNERS, Model, Servers, close, held, together
 
-from springline.center.errors import RoundTimeoutError
+from springline.center.waiting import wait_until
 from springline.tensorflow import members
 from springline.tensorflow.members import Members, Table
+from springline.tensorflow.shards import Shard
 
 v1 = tf.compat.v1
 ways = pytest.mark.parametrize("hook", [False, True], ids=["op", "hook"])
 NAME = "ModelAverageOptimizer/global_center_variable/v0"
-FAILS = (RoundTimeoutError, tf.errors.InvalidArgumentError)
 
 
 def scalars(model):
@@ -126,11 +126,54 @@ def test_a_worker_that_ends_is_no_longer_a_member():
     together(models, [None, None])
     check(models[0], 5.0, 4)
 
-    for model in models:  # when all have ended the next ones wait for each other again
-        end(model)
-    model = started(servers, 0, timeout=0.5)
-    with pytest.raises(FAILS, match=r"missing.*/job:worker/task:1"):
-        model.step()
+
+@ways
+@pytest.mark.parametrize("first", [0, 1])
+def test_training_again_after_all_have_left(first, hook):
+    """Nobody waits for one that may have finished; those that are back wait for each other."""
+    servers = Servers(2, 2)
+    models = [started(servers, k) for k in range(2)]
+    together(models, [None, None])
+    end(models[1 - first])
+    end(models[first])
+    models[first] = back(servers, first, hook)
+    models[first].step()
+    alone = 1.5 + (1.0 + first)
+    check(models[first], alone, 2)
+
+    models[1 - first] = back(servers, 1 - first, hook)
+    if hook:  # it is waited for from its start
+        together(models, [None, None])
+    else:  # from its first round
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(models[1 - first].step)
+            wait_for_entry(servers, models[1 - first])
+            models[first].step()
+            waiting.result()
+    check(models[0], alone + 1.5, 3)
+    together(models, [None, None])
+    check(models[1], alone + 3.0, 4)
+
+
+def back(servers, k, hook):
+    """Start a worker where there is a center already."""
+    model = worker(servers, k, hook)
+    model.globals = model.locals
+    model.start()
+    return model
+
+
+def wait_for_entry(servers, model):
+    """Wait until a worker is in a round on every server."""
+    with tf.Graph().as_default() as graph:
+        tables = [Table(Shard(shard.device), f"{NAME}/rounds") for shard in model.opt._rounds]
+        numbers = [table[f"/job:worker/task:{model.worker}"] for table in tables]
+    with servers.session(model.worker, graph) as session:
+
+        def is_in():
+            return all(0 < number < tf.int64.max for number in session.run(numbers))
+
+        wait_until(is_in, list, 30.0, "a worker to be in a round")
 
 
 def test_servers_that_are_gone_do_not_fail_the_end(caplog, monkeypatch):

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import subprocess
 import sys
 import time
 
@@ -84,6 +85,27 @@ def test_a_watch_rests_when_training_has_ended(monkeypatch):
     ending = False
     with pytest.raises(SystemExit):
         watch.keep()
+
+
+def test_what_was_printed_is_not_lost_when_a_server_is_gone():
+    script = (
+        "from springline.tensorflow.cluster import Watch\n"
+        "print('printed before')\n"
+        "watch = Watch({}, 1.0)\n"
+        "watch.look = lambda: ['it is gone']\n"
+        "watch.keep()\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+        timeout=200,
+    )
+    assert ended.returncode == 1
+    assert ended.stdout == "printed before\n"  # to a pipe, which is written when it is full
+    assert ended.stderr.endswith("springline: it is gone\n")
 
 
 def test_an_address_without_a_port_is_not_watched(caplog):

@@ -104,6 +104,48 @@ def ancestors(op):
     return seen
 
 
+@pytest.mark.parametrize("hook", [False, True], ids=["op", "hook"])
+@pytest.mark.parametrize("bad", ["small", "large"])
+def test_agn_forgets_all_gradients_of_an_exchange_that_fails(bad, hook):
+    """Of both servers' variables, however long it takes to look at them."""
+    sizes = {"small": 1, "large": 4_000_000}
+
+    def build(model):
+        model.g = {name: v1.placeholder_with_default(1.0, [], f"g_{name}") for name in sizes}
+        made = {
+            name: v1.get_variable(name, [size], initializer=v1.zeros_initializer())
+            for name, size in sizes.items()
+        }
+        return [(tf.fill([size], model.g[name]), made[name]) for name, size in sizes.items()]
+
+    options = {"communication_period": 2}
+    model = Model(Servers(2, 1), "agn", 0, 1, sgd, build, hook, **options)
+    assert len({trio.center.device for trio in model.trios}) == 2
+    checks = [op for op in ancestors(model.opt._steps[0].exchange.op) if op.type == "CheckNumerics"]
+    assert len(checks) == 2
+    for check in checks:  # whichever fails, and whenever
+        before = [op for op in ancestors(check) if op.type == "AssignVariableOp"]
+        assert {op.inputs[0].op for op in before} == {t.beside.handle.op for t in model.trios}
+    with model.graph.as_default():
+        kept = [tf.reduce_mean(tf.abs(trio.beside)) for trio in model.trios]
+    model.start()
+    model.step()
+    assert model.session.run(kept) == [1.0, 1.0]
+    with pytest.raises(tf.errors.InvalidArgumentError, match=f"'{bad}' has NaN or Inf"):
+        model.step({model.g[bad]: np.nan})
+    assert model.session.run(kept) == [0.0, 0.0]
+
+
+def test_averaging_makes_no_lock_that_it_does_not_take():
+    def locks(rule):
+        model = Model(Servers(1, 1), rule, 0, 1, sgd, zeros([3]), True)
+        made = [op for op in model.graph.get_operations() if op.type == "MutexV2"]
+        return [op.get_attr("shared_name").decode() for op in made]
+
+    assert [name.endswith("/turn") for name in locks("average")] == [True]
+    assert [name.endswith("/turn_job:ps_task:0") for name in locks("elastic")] == [True]
+
+
 @rules
 def test_whatever_is_fetched_under_the_hook(rule):
     def build(model):

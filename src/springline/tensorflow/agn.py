@@ -80,18 +80,20 @@ class AGNOptimizer(CenterOptimizer):
         return AGN(period=self._period, workers=self._num_worker, optimizer=outer)
 
     def _build(self, shards: Sequence[Shard], name: str) -> None:
+        super()._build(shards, name)
         for device in [shard.device for shard in shards if shard.trios]:
             if device not in self._outers:
                 self._outers[device] = _twin(self._opt, self._locking)
 
     def _exchange(self, shards: Sequence[Shard], call: Call) -> Tensor:
         """Push `a/τ`, pull `c`."""
+        raw = {s: [_mean(trio.beside, self._period) for trio in s.trios] for s in shards}
+        with tf.control_dependencies([mean for means in raw.values() for mean in means]):
+            cleared = [_clear(trio) for shard in shards for trio in shard.trios]
         done = []
         for shard in shards:
-            raw = [_mean(trio.beside, self._period) for trio in shard.trios]
-            with tf.control_dependencies(raw):  # whatever becomes of them
-                done += [_clear(trio) for trio in shard.trios]
-            means = [finite(a, trio.local) for a, trio in zip(raw, shard.trios, strict=True)]
+            with tf.control_dependencies(cleared):  # all of them, before any check can fail
+                means = [finite(a, x.local) for a, x in zip(raw[shard], shard.trios, strict=True)]
 
             def step(*means: Tensor, shard: Shard = shard) -> list[Tensor]:
                 return self._step(shard, means)

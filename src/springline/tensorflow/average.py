@@ -29,8 +29,8 @@ class ModelAverageOptimizer(CenterOptimizer):
     """Every `interval_steps` steps all workers meet and go on from the mean of their variables.
 
     Synchronous: a round waits for every worker, but not for those whose session has ended (under
-    the hook). `global_step` counts the rounds. A worker with NaN or Inf stays out of that round: it
-    fails, and the others go on.
+    the hook) until their next one starts. `global_step` counts the rounds. A worker with NaN or Inf
+    stays out of that round: it fails, and the others go on.
 
     Args:
         opt: the optimizer of the local steps, any of `tf.compat.v1.train`.

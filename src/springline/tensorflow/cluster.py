@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -154,7 +155,7 @@ class Watch:
         while True:
             sentences = [] if self._resting else self.look()
             if sentences and not self._resting:
-                print(f"springline: {sentences[0]}", file=sys.stderr, flush=True)
+                _say_last(f"springline: {sentences[0]}")
                 os._exit(1)  # the main thread waits in a call that no exception reaches
             time.sleep(_LOOK)
 
@@ -219,6 +220,14 @@ def reachable(address: str) -> bool:
             return bool(found.getsockname() != found.getpeername())  # not by chance ourselves
     except OSError:
         return False
+
+
+def _say_last(words: str) -> None:
+    """Write what the script has printed so far, then the words; do without what is closed."""
+    for stream, last in (sys.stdout, ""), (sys.stderr, f"{words}\n"):
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            stream.write(last)
+            stream.flush()
 
 
 def _parted(address: str) -> tuple[str, int] | None:

@@ -161,8 +161,6 @@ class CenterOptimizer(v1.train.Optimizer):
                 update = self._opt.apply_gradients([(g, trio.local) for g, trio in found])
             with tf.control_dependencies([update, *self._observe(found)]):
                 count = tf.identity(counter.assign_add(1))
-            if self._locking:
-                self._turns.make(shards)
             # Not by the scope, which may differ from worker to worker.
             self._build(shards, f"{self.get_name()}/{trios[0].center.op.name}")
             exchange = self._own_run(shards)
@@ -259,6 +257,8 @@ class CenterOptimizer(v1.train.Optimizer):
 
     def _build(self, shards: Sequence[Shard], name: str) -> None:
         """Make what the rule keeps on the shards, under a name that no other step has."""
+        if self._locking:
+            self._turns.make(shards)
 
     def _start(self, trio: Trio, c: Tensor) -> list[Any]:
         """Return the operations that set a variable to the center."""

@@ -11,6 +11,10 @@ time, it does not count twice: what was not added yet, of one round on one serve
 mean, which is then that of the others. Killed while it closes a round, it leaves that to be done by
 whoever comes next; the center of a variable whose mean it had taken and not yet set stays as it was
 for that round.
+
+A worker that was never there is waited for from the start. One that has left is not, however many
+others leave or come back, until it comes back itself: when its next session starts, or by taking
+part.
 """
 
 from __future__ import annotations
@@ -97,20 +101,11 @@ class Rounds:
         return [self._in_turn(take_part)]
 
     def leave(self) -> list[Tensor]:
-        """Be no member any more, and close the round if all others are in it.
-
-        When all have left all are members again, for whatever comes next.
-        """
+        """Be no member until coming back, and close the round if all others are in it."""
 
         def go() -> Tensor:
             with tf.control_dependencies([self._table.put(self._members.task, _LEFT)]):
-                closed = self._close_if_all(self._table[_OPEN])
-            with tf.control_dependencies([closed]):
-                names, numbers = self._table.all()
-            left = tf.boolean_mask(names, tf.equal(numbers, _LEFT))
-            back = tf.zeros(tf.shape(left), tf.int64)
-            all_left = tf.size(left) >= self._members.workers
-            return only_if(all_left, lambda: after([self._table.put(left, back)]))
+                return self._close_if_all(self._table[_OPEN])
 
         return [self._in_turn(go)]
 

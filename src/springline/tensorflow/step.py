@@ -118,9 +118,9 @@ def exchange_if(
         with tf.control_dependencies([note.warn()]):
             return exchange(shards, call)
 
-    variables = [v for s in shards for v in (*s.centers, s.counter) if v is not None]
-    variables += [v for s in shards for trio in s.trios for v in trio if v is not None]
-    if not all(map(is_resource, variables)):
+    variables = [v for s in shards for trio in s.trios for v in trio]
+    variables += [s.counter for s in shards]
+    if not all(is_resource(v) for v in variables if v is not None):
         # A function cannot open reference variables, so they are in the graph.
         return only_if(due, lambda: alone(direct))
     function, values = detached(lambda: [alone(far)], inline=False)

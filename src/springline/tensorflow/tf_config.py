@@ -13,7 +13,7 @@ JOBS = ("chief", "worker", "ps")
 class Task(NamedTuple):
     """A task, and the cluster that it is of."""
 
-    jobs: Mapping[str, Any]  # addresses, by job
+    jobs: Mapping[str, Any]  # addresses, by job; none is empty
     job: str
     number: int  # in the job
     address: str
@@ -37,6 +37,7 @@ def read(text: str) -> Task:
     jobs, task = config.get("cluster"), config.get("task")
     if not isinstance(jobs, dict) or not all(map(_is_tasks, jobs.values())):
         raise _wrong("'cluster' must have a list of addresses for each job", text)
+    jobs = {name: tasks for name, tasks in jobs.items() if tasks}
     if not isinstance(task, dict) or not {"type", "index"} <= task.keys():
         raise _wrong("'task' must have the 'type' and the 'index' of this process", text)
     job, addresses = task["type"], _numbered(jobs.get(str(task["type"]), ()))
@@ -60,7 +61,7 @@ def read(text: str) -> Task:
 def has_chief() -> bool:
     """Whether the cluster of `TF_CONFIG` has a chief beside its workers."""
     try:
-        return "chief" in json.loads(os.environ["TF_CONFIG"])["cluster"]
+        return bool(json.loads(os.environ["TF_CONFIG"])["cluster"]["chief"])
     except (ValueError, KeyError, TypeError):
         return False
 
@@ -78,7 +79,7 @@ def _numbered(tasks: Any) -> dict[int, str]:
 
 
 def _listed(jobs: Mapping[str, Any]) -> str:
-    return ", ".join(job for job, tasks in jobs.items() if tasks) or "no tasks"
+    return ", ".join(jobs) or "no tasks"
 
 
 def _wrong(what: str, text: str) -> ValueError:
