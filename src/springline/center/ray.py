@@ -40,7 +40,7 @@ from springline.center.ray_actors import (
 )
 from springline.center.served.center import ServedCenter, first_parts
 from springline.center.served.head import GRACE
-from springline.center.served.messages import cut
+from springline.center.served.messages import Row, cut
 from springline.center.served.peer import Call, PeerLostError
 from springline.rules.rule import Rule
 
@@ -229,8 +229,9 @@ def _at_it(head: RayPeer, who: str) -> Iterator[None]:
 def _end_what_is_left(name: str) -> None:
     """End the shards of somebody who was killed while making the center."""
     for actor, handle in shards_named(name).items():
-        peer = RayPeer(actor, actor, handle)
-        rows, _ = Call(peer, "rows").result()
+        rows: dict[int, Row] = {}
+        with contextlib.suppress(CenterError):  # one that could not start has none
+            rows, _ = Call(RayPeer(actor, actor, handle), "rows").result()
         if any(row.incarnation for row in rows.values()):
             raise CenterError(
                 f"The center {name!r} has been trained, but its head was started again without a "
