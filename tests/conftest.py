@@ -84,9 +84,12 @@ def start():
         pipe.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster():
-    """A Ray cluster of two nodes that this process is connected to."""
+    """A Ray cluster of two nodes that this process is connected to, on a network of its own.
+
+    Not for longer than a module: others need the network that there is.
+    """
     from ray_cluster import ray_cluster
 
     with ray_cluster() as cluster:

@@ -205,6 +205,7 @@ def test_mixed_precision_of_parameters_and_a_center_of_float32(two_workers, dire
     assert (weights.bfloat16().float() != weights).float().mean() > 0.1  # finer than bfloat16
 
 
+@pytest.mark.slow
 def test_straggler_holds_up_averaging_but_not_elastic(start, directory, example):
     steps, period = 40, 5
     options = ["--workers", 2, "--steps", steps, "--period", period, "--out", directory]

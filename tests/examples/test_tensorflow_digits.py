@@ -36,10 +36,8 @@ def accuracy(*words, rule):
     return float(found), ended.stdout
 
 
-@pytest.mark.parametrize(
-    "rule",
-    ["elastic", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("average", "agn"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["elastic", "average", "agn"])
 def test_two_workers_are_within_a_point_of_one(rule, tmp_path):
     one, _ = accuracy(sys.executable, rule=rule)
     launch = [sys.executable, "-m", "springline.cli", "run", "--no-live", "--ps", "1"]

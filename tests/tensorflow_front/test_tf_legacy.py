@@ -42,7 +42,7 @@ print("as expected")
 """
 
 
-@pytest.mark.parametrize("hook", ["op", "hook"])
+@pytest.mark.parametrize("hook", [pytest.param("op", marks=pytest.mark.slow), "hook"])
 @pytest.mark.parametrize("rule", ["elastic", "average", "agn"])
 def test_without_v2(rule, hook):
     done = subprocess.run(

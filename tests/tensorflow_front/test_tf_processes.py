@@ -153,6 +153,7 @@ def test_elastic_nobody_waits_and_whoever_comes_joins(run):
     assert (run.path / "plot.png").exists()
 
 
+@pytest.mark.slow
 def test_average_waits_for_a_worker_that_is_restarted_and_not_for_one_that_has_ended(run):
     words = ["--last-step", 60, "--dies-at", 5, "--ends-at", 40]
     run.cluster(2, 3, "average", *words, restarts=1)
@@ -201,6 +202,7 @@ def test_synchronous_starts_nobody_until_all_are_there(run):
     assert min(firsts) > came["time"]
 
 
+@pytest.mark.slow
 def test_everything_killed_goes_on_from_the_checkpoint_and_a_dead_ps_ends_the_run(run):
     words = ["elastic", "--save-every", 10]
     run.cluster(2, 2, *words)

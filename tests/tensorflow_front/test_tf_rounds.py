@@ -43,7 +43,7 @@ def check(model, center, global_step):
     assert values["global_step"] == global_step
 
 
-@pytest.mark.parametrize("stuck", [0, 1])
+@pytest.mark.parametrize("stuck", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_killed_between_two_servers(stuck):
     """The last one to come has reached one server when it dies; rounds go on as if it had not."""
     servers = Servers(2, 2)
@@ -128,7 +128,7 @@ def test_a_worker_that_ends_is_no_longer_a_member():
 
 
 @ways
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_training_again_after_all_have_left(first, hook):
     """Nobody waits for one that may have finished; those that are back wait for each other."""
     servers = Servers(2, 2)

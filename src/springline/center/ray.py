@@ -133,7 +133,7 @@ class RayCenter(ServedCenter):
             look = Call(head_peer(name, head), "look").result()
             count = look.description["shards"] if look else 0
             handles = [find(shard_name(name, k)) for k in range(count)]
-        except ValueError as error:
+        except (CenterError, ValueError) as error:  # it may end this very moment
             raise nobody from error
         if look is None:
             raise nobody
