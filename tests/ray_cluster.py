@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import ray
@@ -62,6 +63,9 @@ def ray_cluster(nodes=2, **node):
         try:
             os.environ["RAY_ADDRESS"] = cluster.address
             connect(cluster.address)
+            known = {f"node{number}" for number in range(1, nodes)}
+            while not known <= set(ray.available_resources()):  # what each has is told a bit later
+                time.sleep(0.05)
             yield cluster
         finally:
             ray.shutdown()
