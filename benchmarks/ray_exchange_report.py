@@ -85,6 +85,8 @@ def page(rows: Sequence[Row], command: str, load: float) -> str:
             "",
             _READING,
             "",
+            _verdict(rows),
+            "",
             *markdown(COLUMNS, (row.cells() for row in rows)),
             "",
         ]
@@ -118,6 +120,11 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         right.set_title("exchange ÷ least (dashed: the target)", fontsize=9.5)
         left.legend(frameon=False)
         figure.savefig(path)
+
+
+def _verdict(rows: Sequence[Row]) -> str:
+    met = sum(row.ratio.median <= TARGET for row in rows)
+    return f"The target is {TARGET:g} times the least; {met} of {len(rows)} cases meet it."
 
 
 def _ms(seconds: Iterable[float]) -> Quartiles:
