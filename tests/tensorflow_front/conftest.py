@@ -1,7 +1,8 @@
 """TensorFlow's servers listen on all interfaces: here on those of a network without others."""
 
 import pytest
-from tf_cluster import private_network
+
+from network import private_network
 
 
 @pytest.fixture(scope="session", autouse=True)

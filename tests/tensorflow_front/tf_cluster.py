@@ -1,10 +1,7 @@
 """Clusters for the tests: real gRPC servers in this process, on a network of its own."""
 
 import contextlib
-import ctypes
-import os
 import socket
-import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
@@ -23,7 +20,6 @@ from springline.tensorflow import (
 
 v1 = tf.compat.v1
 THREADS = 16  # the first remote call blocks one while its server, here, needs another
-CLONE_NEWNET = 0x40000000
 GETTERS = {
     "elastic": ElasticAverageCustomGetter,
     "average": ModelAverageCustomGetter,
@@ -40,20 +36,6 @@ INNERS = {
     "adagrad": v1.train.AdagradOptimizer,
     "adam": v1.train.AdamOptimizer,
 }
-
-
-@contextlib.contextmanager
-def private_network():
-    """A network with a loopback only, where the machine allows it: servers listen everywhere."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    before = os.open("/proc/self/ns/net", os.O_RDONLY)
-    try:
-        if libc.unshare(CLONE_NEWNET) == 0:
-            subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-        yield
-    finally:
-        libc.setns(before, CLONE_NEWNET)
-        os.close(before)
 
 
 def free_ports(n):
