@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from springline.center.errors import LayoutError, NonFiniteError, RankError, SettingsError
 from springline.center.layout import Bytes, Layout, aligned_zeros
+from springline.center.plan import Plan
 from springline.rules.rule import Rule
 
 _Self = TypeVar("_Self", bound="Center")
@@ -114,15 +115,17 @@ class Center(ABC):
 
     merges_here: ClassVar[bool] = True  # `merge` runs in the process of the worker
 
-    @property
-    @abstractmethod
-    def layout(self) -> Layout:
-        """The model's layout."""
+    plan: Plan
 
     @property
-    @abstractmethod
+    def layout(self) -> Layout:
+        """The model's layout."""
+        return self.plan.layout
+
+    @property
     def settings(self) -> dict[str, Any]:
         """What all its workers agree on: rule, period, workers, moving rate, ..."""
+        return self.plan.settings
 
     @property
     @abstractmethod

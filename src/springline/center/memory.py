@@ -13,7 +13,7 @@ import numpy as np
 from springline.center import checkpoint
 from springline.center.center import Center, Progress, check_finite
 from springline.center.errors import CenterError, rank_in_use
-from springline.center.layout import Bytes, Layout
+from springline.center.layout import Bytes
 from springline.center.locks import CHECKPOINT, RANK, SHARD, Locks
 from springline.center.member import MemoryMember
 from springline.center.plan import (
@@ -41,16 +41,6 @@ class MemoryCenter(Center):
         self._process = os.getpid()
         self._closed = False
         self._members: list[MemoryMember] = []
-
-    @property
-    def layout(self) -> Layout:
-        """The model's layout."""
-        return self.plan.layout
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What all its workers agree on."""
-        return self.plan.settings
 
     @property
     def version(self) -> int:

@@ -137,16 +137,6 @@ class CollectiveCenter(Center):
         return True
 
     @property
-    def layout(self) -> Layout:
-        """The model's layout."""
-        return self.plan.layout
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What all ranks agree on."""
-        return self.plan.settings
-
-    @property
     def version(self) -> int:
         """Rounds to which somebody has contributed."""
         return self._version

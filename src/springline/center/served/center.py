@@ -12,7 +12,7 @@ import numpy as np
 from springline.center import checkpoint
 from springline.center.center import Center, Progress, check_finite
 from springline.center.errors import CenterError
-from springline.center.layout import Bytes, Layout
+from springline.center.layout import Bytes
 from springline.center.plan import Plan, nbytes_of
 from springline.center.served.head import Look, latest
 from springline.center.served.member import ServedMember
@@ -45,16 +45,6 @@ class ServedCenter(Center):
         self._base = int(description["base"])
         self._version = 0
         self._closed = False
-
-    @property
-    def layout(self) -> Layout:
-        """The model's layout."""
-        return self.plan.layout
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What all its workers agree on."""
-        return self.plan.settings
 
     @property
     def version(self) -> int:
