@@ -19,9 +19,10 @@ NODE = {"num_cpus": 2, "object_store_memory": 300_000_000}
 class RayNodes:
     """The nodes of a cluster. Each is named, and has one of a resource of its name."""
 
-    def __init__(self, nodes, **node):
+    def __init__(self, nodes, head, **node):
+        script = Path(__file__).with_name("ray_nodes.py")
         self._process = subprocess.Popen(
-            [sys.executable, Path(__file__).with_name("ray_nodes.py"), json.dumps(NODE | node)],
+            [sys.executable, script, json.dumps(NODE | node), json.dumps(head)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -56,10 +57,10 @@ class RayNodes:
 
 
 @contextlib.contextmanager
-def ray_cluster(nodes=2, **node):
+def ray_cluster(nodes=2, head=(), **node):
     """Start a cluster, connect this process to it, and end it."""
     with private_network(), environment("RAY_ADDRESS"):
-        cluster = RayNodes(nodes, **node)
+        cluster = RayNodes(nodes, dict(head), **node)
         try:
             os.environ["RAY_ADDRESS"] = cluster.address
             connect(cluster.address)

@@ -12,8 +12,8 @@ import sys
 from ray.cluster_utils import Cluster
 
 
-def main(node):
-    head = {**node, "include_dashboard": False}
+def main(node, head):
+    head = {**node, "include_dashboard": False, **head}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     nodes = {}
     print(cluster.address, flush=True)
@@ -28,4 +28,4 @@ def main(node):
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(*map(json.loads, sys.argv[1:]))

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from springline.center.plan import Plan
 from springline.center.served.center import ServedCenter, first_parts
-from springline.center.served.head import Head, latest
+from springline.center.served.head import Head
+from springline.center.served.messages import latest
 from springline.center.served.peer import Call, PeerLostError
 from springline.center.served.shard import Shard
 

@@ -1,5 +1,6 @@
 """Real processes in a process group: one is killed or stopped, and the others notice."""
 
+import logging
 import os
 import signal
 
@@ -14,11 +15,17 @@ VALUES = {"w": np.zeros(1_000_000, np.float32)}
 
 
 def live(pipe, rank, store, timeout):
-    """Exchange as often as asked; say what came of it."""
+    """Exchange as often as asked; say what came of it, and what was warned of."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch.distributed as dist
 
-    from springline.center.collective import Collective
+    from springline.center.collective import Collective, group
+
+    if timeout is None:
+        group.TELL, group.WARN_EVERY = 0.5, 2.0
+        handler = logging.Handler()
+        handler.emit = lambda record: pipe.send(record.getMessage())
+        logging.getLogger("springline").addHandler(handler)
 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORKERS)
     rule = ModelAverage(workers=WORKERS, period=1)
@@ -33,6 +40,27 @@ def live(pipe, rank, store, timeout):
             pipe.send(f"{type(error).__name__}: {error}")
     worker.finish()
     pipe.send("left")
+
+
+@pytest.mark.slow
+def test_who_is_waited_for_is_named(start, tmp_path):
+    lives = [start(live, rank, tmp_path / "store", None) for rank in range(WORKERS)]
+    pipes = [pipe for _, pipe in lives]
+    assert [pipe.recv() for pipe in pipes] == ["ready"] * WORKERS
+    os.kill(lives[2][0].pid, signal.SIGSTOP)
+    for pipe in pipes:
+        pipe.send("step")
+    for rank, pipe in enumerate(pipes[:2]):
+        said = pipe.recv()
+        assert said.startswith(f"Rank {rank} waits for round 1 since "), said
+        assert said.endswith(" s; missing: rank 2."), said
+    os.kill(lives[2][0].pid, signal.SIGCONT)
+    for pipe in pipes:
+        while isinstance(said := pipe.recv(), str):
+            continue  # another warning
+        assert said == 1
+        pipe.send("leave")
+    assert [pipe.recv() for pipe in pipes] == ["left"] * WORKERS
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from springline.center.errors import CenterError
-from springline.center.served.head import Head, latest
-from springline.center.served.messages import Reply, Row
+from springline.center.served.head import Head
+from springline.center.served.messages import Reply, Row, latest
 from springline.center.served.peer import PeerLostError
 from springline.center.served.shard import Shard
 
@@ -246,6 +246,12 @@ def connect(address: str | None = None) -> None:
             raise problem from error
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+    except ConnectionAbortedError as error:  # said by the server for clients, so there is one
+        raise CenterError(
+            f"The Ray cluster at {address} does not let clients in: its server for them could not "
+            "start (logs/ray_client_server*.err on its head node). Start that node with "
+            "`GRPC_ENABLE_FORK_SUPPORT=0 ray start --head`, which helps with a recent grpcio."
+        ) from error
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise problem from error
 

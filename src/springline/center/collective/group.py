@@ -22,6 +22,7 @@ from springline.center.errors import CenterError, RoundTimeoutError
 from springline.center.waiting import WARN_EVERY
 
 _SLICE = timedelta(seconds=1)  # torch's wait hears no signal
+TELL = 5.0  # seconds of waiting after which a rank says so, for the others' warnings
 GRACE = 3.0  # seconds in which those who wait tell each other so, after a failure
 _PAUSE = 0.01
 _log = logging.getLogger("springline")
@@ -137,6 +138,7 @@ class Group:
             return
         since = time.monotonic()
         warn_at = since + WARN_EVERY
+        told = False
         while True:
             try:
                 work.wait(_SLICE)
@@ -144,23 +146,26 @@ class Group:
                 if work.is_completed():
                     work.wait()  # raises what is wrong, if it was not just in time
                     return
-                now = time.monotonic()
-                if self.timeout is None and now > warn_at:
+                waited = time.monotonic() - since
+                if waited > TELL and not told:
+                    told = True
+                    threading.Thread(target=self._here, args=(self._point,), daemon=True).start()
+                if self.timeout is None and time.monotonic() > warn_at:
                     warn_at += WARN_EVERY
-                    _log.warning("Rank %d waits for %s since %.0f s.", self.rank, what, now - since)
+                    _log.warning(
+                        "Rank %d waits for %s since %.0f s; %s.",
+                        self.rank,
+                        what,
+                        waited,
+                        self._who(),
+                    )
             else:
                 return
 
     def _failed(self, what: str, error: RuntimeError) -> CenterError:
         reason = str(error).strip().splitlines()[0]
         late = "timed out" in reason.lower() or "timeout" in reason.lower()
-        missing = self._missing()
-        if missing is None:
-            who = "which of the other ranks is missing cannot be known"
-        elif missing:
-            who = "missing: " + ", ".join(f"rank {rank}" for rank in missing)
-        else:
-            who = "all ranks are there, but a connection between them was lost"
+        who = self._who()
         advice = (
             "A process group cannot go on without one of its ranks: end this process and start all "
             "of them again, as `torchrun --max-restarts` does; they go on from the last checkpoint."
@@ -173,10 +178,19 @@ class Group:
             )
         return CenterError(f"Rank {self.rank} lost {what}; {who}. {advice} Torch says: {reason}")
 
-    def _missing(self) -> list[int] | None:
-        """Return who does not say within a few seconds that it is waiting, too."""
-        here = self._here(f"round {self._rounds}")
-        return None if here is None else sorted(set(range(self.size)) - here)
+    @property
+    def _point(self) -> str:
+        return f"round {self._rounds}"
+
+    def _who(self) -> str:
+        """Name who does not say within a few seconds that it is waiting, too."""
+        here = self._here(self._point)
+        if here is None:
+            return "which of the other ranks is missing cannot be known"
+        missing = sorted(set(range(self.size)) - here)
+        if missing:
+            return "missing: " + ", ".join(f"rank {rank}" for rank in missing)
+        return "all ranks are there, so that it is the connection between them"
 
     def _here(self, what: str) -> set[int] | None:
         """Tell the store that this rank is at some point; return who tells it soon."""

@@ -14,9 +14,9 @@ from springline.center.center import Center, Progress, check_finite
 from springline.center.errors import CenterError
 from springline.center.layout import Bytes
 from springline.center.plan import Plan, nbytes_of
-from springline.center.served.head import Look, latest
+from springline.center.served.head import Look
 from springline.center.served.member import ServedMember
-from springline.center.served.messages import Row, cut, span
+from springline.center.served.messages import Row, cut, latest, span
 from springline.center.served.peer import Call, Peer
 from springline.rules.rule import Rule
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
 from springline.center.errors import CenterError, rank_in_use
 from springline.center.served.messages import Row
-from springline.center.served.seats import Seat, Seats
+from springline.center.served.seats import Seat, Seats, TakenOverError
 from springline.center.served.storage import Storage
 
 BEAT = 0.5  # seconds between two signs of life of a member
@@ -300,17 +300,3 @@ class Head:
                 last = alive
                 self._changed()
             await asyncio.sleep(_TICK)
-
-
-class TakenOverError(CenterError):
-    """Another worker has a member's rank."""
-
-
-def latest(found: Sequence[tuple[dict[int, Row], int]]) -> tuple[dict[int, Row], int]:
-    """Return of what the shards know of each rank the latest."""
-    rows: dict[int, Row] = {}
-    for shard, _ in found:
-        for rank, row in shard.items():
-            known = rows.get(rank, row)
-            rows[rank] = max(known, row, key=lambda r: (r.exchanges, r.steps, r.incarnation))
-    return rows, max((closed for _, closed in found), default=0)

@@ -17,11 +17,11 @@ from springline.center.blocks import Block, Part, RefusedError, make_message, no
 from springline.center.center import Local, Member
 from springline.center.errors import CenterError, NonFiniteError, RankError
 from springline.center.layout import Bytes
-from springline.center.served.head import BEAT, TakenOverError
+from springline.center.served.head import BEAT
 from springline.center.served.messages import Message, Reply, Row, Sender, span
 from springline.center.served.peer import Call, PeerLostError
 from springline.center.served.rounds import Rounds
-from springline.center.served.seats import NotAMemberError
+from springline.center.served.seats import NotAMemberError, TakenOverError
 from springline.center.waiting import wait_until
 from springline.rules.rule import CenterBlock, Rule
 

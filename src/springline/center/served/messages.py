@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +90,16 @@ class Row:
     def to_json(self) -> list[Any]:
         """Return what `Row(*values)` takes."""
         return [self.incarnation, self.number, self.steps, self.exchanges, self.seconds]
+
+
+def latest(found: Sequence[tuple[dict[int, Row], int]]) -> tuple[dict[int, Row], int]:
+    """Return of what the shards know of each rank the latest."""
+    rows: dict[int, Row] = {}
+    for shard, _ in found:
+        for rank, row in shard.items():
+            known = rows.get(rank, row)
+            rows[rank] = max(known, row, key=lambda r: (r.exchanges, r.steps, r.incarnation))
+    return rows, max((closed for _, closed in found), default=0)
 
 
 def cut(plan: Plan, count: int) -> list[list[Run]]:

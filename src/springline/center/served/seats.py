@@ -14,6 +14,10 @@ class NotAMemberError(CenterError):
     """The head does not know a member any more."""
 
 
+class TakenOverError(CenterError):
+    """Another worker has a member's rank."""
+
+
 @dataclass
 class Seat:
     """A member."""
