@@ -11,7 +11,7 @@ from springline import AGN, ElasticAverage, ModelAverage, Worker
 from springline.center import CenterError, Layout
 from springline.center.served.messages import Message, Sender
 from springline.center.served.peer import Call, PeerLostError
-from springline.center.served.shard import KEPT
+from springline.center.served.replies import KEPT
 from springline.rules import SGD, Adam
 
 WORKERS, EXCHANGES = 3, 20
@@ -140,7 +140,7 @@ def test_no_copy_per_worker_is_kept(serve):
     rule = ElasticAverage(workers=50, period=1, moving_rate=0.01)
     shard = serve(rule, values).shards[0].target
     replies = {rank: shard.exchange(message(rank, 1, rank)) for rank in range(50)}
-    assert len(shard._kept) == KEPT
+    assert len(shard._replies) == KEPT
     again = shard.exchange(message(49, 1, 49))
     np.testing.assert_array_equal(again.data, replies[49].data)
     before = shard.read().data.copy()
@@ -150,7 +150,7 @@ def test_no_copy_per_worker_is_kept(serve):
     np.testing.assert_array_equal(shard.read().data, before)
     for rank in range(50):
         shard.received(rank, (1, 1))
-    assert not shard._kept
+    assert not shard._replies
 
 
 def test_a_worker_goes_on_from_the_center_when_its_answer_is_lost_for_good(serve, caplog):
@@ -164,7 +164,7 @@ def test_a_worker_goes_on_from_the_center_when_its_answer_is_lost_for_good(serve
         if method == "exchange":
             how = next(lost, None)
             if how is None:
-                target._kept.clear()
+                target._replies.clear()
             return how
         return None
 

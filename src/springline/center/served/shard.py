@@ -13,7 +13,6 @@ last one: what it had applied since then is lost, and what workers repeat is app
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,14 +24,14 @@ from springline.center.blocks import Block, Part, RefusedError, make_message, me
 from springline.center.errors import CenterError
 from springline.center.layout import Bytes, aligned_zeros
 from springline.center.plan import Plan, arrays_of, nbytes_of
+from springline.center.served.checkpoints import Checkpoints
 from springline.center.served.messages import Message, Reply, Row, Sender, cut, span
+from springline.center.served.replies import Replies
 from springline.center.served.slots import Slots
-from springline.center.served.storage import Storage
+from springline.center.served.storage import Saved
 from springline.rules.rule import Rule
 
-KEPT = 4  # replies that are kept at most
 _ERRORS: Mapping[str, Any] = {"over": "raise", "invalid": "raise", "divide": "raise"}
-_log = logging.getLogger("springline")
 
 
 class Shard:
@@ -66,30 +65,26 @@ class Shard:
         self._state = aligned_zeros(nbytes_of(self._entries))
         self._ready = False
         self._rows: dict[int, Row] = {}
-        self._kept: dict[int, tuple[tuple[int, int], Reply]] = {}  # by rank; the oldest first
+        self._replies = Replies()
         self._parts: dict[int, tuple[Part, Bytes]] = {}
         self._slots = Slots()
         self._mean: Reply | None = None  # of the last round that was reduced here
         self._turn = threading.Lock()  # of an exchange, if the center has locks
         self._ranks: dict[int, threading.Lock] = {}
         self._table = threading.Lock()  # of the dictionaries above
-        self._exchanges, self._every = every
-        self._since = 0  # exchanges since the last checkpoint
-        self._due = threading.Event()
-        self._saving = threading.Lock()
-        self._storage: Storage | None = None
         self._problem = CenterError(
             f"{self.name.capitalize()} of the center was started again and has no checkpoint to go "
             "on from. Start a new run, with a storage (`--storage`)."
         )
-        self._stored = storage is not None
+        self._checkpoints: Checkpoints | None = None
         if storage:
-            self._open(storage)
+            self._checkpoints = Checkpoints(self.name, storage, every, self._collect)
+            self._restore(self._checkpoints)
 
     def initialise(self, center: Bytes, state: Bytes, steps: Sequence[int] = ()) -> None:
         """Give a new center its first values; they are in the storage when this returns."""
-        if self._stored and self._storage is None:
-            raise self._problem
+        if self._checkpoints and self._checkpoints.problem:
+            raise self._checkpoints.problem
         if any(row.incarnation for row in self._rows.values()):
             raise CenterError(
                 "This center has been trained, and its values are not replaced. Its head was "
@@ -112,20 +107,15 @@ class Shard:
             if repeat:
                 return repeat
             reply = self._apply(message)
+            if self._rule.adopts_message:
+                self._replies.keep(sender, reply)
             with self._table:
-                if self._rule.adopts_message:
-                    self._kept.pop(sender.rank, None)  # the new one is the latest
-                    self._kept[sender.rank] = sender.at, reply
-                    while len(self._kept) > KEPT:
-                        self._kept.pop(next(iter(self._kept)))
                 self._note(sender)
         return reply
 
     def received(self, rank: int, at: tuple[int, int]) -> None:
         """Forget the reply to an exchange, which its worker has."""
-        with self._table:
-            if rank in self._kept and self._kept[rank][0] == tuple(at):
-                del self._kept[rank]
+        self._replies.forget(rank, at)
 
     def discount(self, rank: int, at: tuple[int, int], exchanges: int) -> None:
         """Do not count a worker's last exchange, some of whose blocks were refused."""
@@ -196,37 +186,29 @@ class Shard:
             return dict(self._rows), self._slots.reduced
 
     def save(self) -> None:
-        """Write a checkpoint now, if there is a storage.
+        """Write a checkpoint now, if there is a storage."""
+        if self._checkpoints:
+            self._checkpoints.save()
+
+    def _collect(self) -> Saved:
+        """Return what a checkpoint holds.
 
         Without locks an exchange that is under way may be in the center and not in the rows.
         """
-        if self._storage is None:
-            return
-        with self._saving:
-            with self._turn, self._table:
-                center, state = self._center.copy(), self._state.copy()
-                rows = {str(rank): row.to_json() for rank, row in self._rows.items()}
-                header = {
-                    "span": [self._start, self._stop],
-                    "round": self._slots.reduced,
-                    "rows": rows,
-                }
-                since = self._since
-            self._storage.write(self.name, header, {"center": center, "state": state})
-            with self._table:
-                self._since -= since
+        with self._turn, self._table:
+            rows = {str(rank): row.to_json() for rank, row in self._rows.items()}
+            here = [self._start, self._stop]
+            header = {"span": here, "round": self._slots.reduced, "rows": rows}
+            return header, {"center": self._center.copy(), "state": self._state.copy()}
 
     def _repeat(self, sender: Sender) -> Reply | None:
         """Return the answer to an exchange that was applied already."""
         self._check(sender)
         with self._table:
             row = self._rows.get(sender.rank, Row())
-            if sender.at > (row.incarnation, row.number):
-                return None
-            at, reply = self._kept.get(sender.rank, (None, None))
-        if reply and at == sender.at:
-            return reply
-        return Reply(self.snapshot(), forgotten=True)
+        if sender.at > (row.incarnation, row.number):
+            return None
+        return self._replies.to(sender) or Reply(self.snapshot(), forgotten=True)
 
     def _apply(self, message: Message) -> Reply:
         # Without locks `c` may move meanwhile; both sides then use the same copy of it.
@@ -276,9 +258,8 @@ class Shard:
         if sender.at >= (known.incarnation, known.number):
             done = sender.steps, sender.exchanges
             self._rows[sender.rank] = Row(*sender.at, *done, seconds=float(sender.seconds))
-        self._since += 1
-        if self._since >= self._exchanges:
-            self._due.set()
+        if self._checkpoints:
+            self._checkpoints.count()
 
     def _part(self, which: int) -> tuple[Part, Bytes]:
         """Return blocks and scratch; without locks every rank has its own."""
@@ -300,42 +281,30 @@ class Shard:
         else:
             yield
 
-    def _open(self, place: str) -> None:
-        """Open the storage; what is wrong with it is said to whoever asks for something."""
-        try:
-            self._storage = Storage(place)
-            self._restore(self._storage)
-        except CenterError as error:  # one that is of another center may be replaced by a new one
-            self._problem = error
-        if self._storage:
-            threading.Thread(target=self._keep, name="checkpoints", daemon=True).start()
-
-    def _restore(self, storage: Storage) -> None:
-        saved = storage.read(self.name)
-        if saved is None:
+    def _restore(self, checkpoints: Checkpoints) -> None:
+        """Go on from the last checkpoint; what is wrong with it is said to whoever asks."""
+        if checkpoints.problem:
+            self._problem = checkpoints.problem
             return
-        header, tensors = saved
-        if header["span"] != [self._start, self._stop]:
-            raise CenterError(
-                f"The checkpoint of {self.name} in {storage.place} is of another model, or of "
-                "another number of shards. Give another storage, or the same shards."
-            )
-        np.copyto(self._center, tensors["center"])
-        np.copyto(self._state, tensors["state"])
-        self._rows = {int(rank): Row(*values) for rank, values in header["rows"].items()}
-        self._slots = Slots(header["round"])
-        self._ready = True
-
-    def _keep(self) -> None:
-        """Write checkpoints for as long as the process lives."""
-        while True:
-            self._due.wait(self._every)
-            self._due.clear()
-            if self._ready and self._since:
-                try:
-                    self.save()
-                except Exception as error:  # the next one may do
-                    _log.warning("No checkpoint of %s: %s", self.name, error)
+        try:
+            saved = checkpoints.read()
+        except CenterError as error:
+            self._problem = error
+            saved = None
+        if saved:
+            header, tensors = saved
+            if header["span"] == [self._start, self._stop]:
+                np.copyto(self._center, tensors["center"])
+                np.copyto(self._state, tensors["state"])
+                self._rows = {int(rank): Row(*values) for rank, values in header["rows"].items()}
+                self._slots = Slots(header["round"])
+                self._ready = True
+            else:  # a new center may replace it
+                self._problem = CenterError(
+                    f"The checkpoint of {self.name} in {checkpoints.place} is of another model, or "
+                    "of another number of shards. Give another storage, or the same shards."
+                )
+        checkpoints.start()
 
 
 def _merge(block: Block, message: Message, c: Any) -> None:
