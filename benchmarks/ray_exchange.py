@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import ray
 from ray_exchange_report import Row, draw, page
-from ray_exchange_worker import LEAST, Case, Giver, Times, measure
+from ray_exchange_worker import Case, Times, make_giver, send
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -45,7 +45,7 @@ def timed(case: Case, address: str) -> list[Times]:
     try:
         for rank in range(case.workers):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=measure, args=(case, rank, address, meeting, theirs))
+            process = context.Process(target=send, args=(case, rank, address, meeting, theirs))
             process.start()
             theirs.close()
             started.append((process, ours))
@@ -88,7 +88,7 @@ def main() -> None:
     buffer = np.ones(nbytes, np.uint8)
     touched = [ray.put(buffer) for _ in range(_BUFFERS - 4)]  # memory is slow the first time
     del touched
-    giver = ray.remote(Giver).options(name=LEAST, num_cpus=0, max_concurrency=8).remote(nbytes)
+    giver = make_giver(nbytes)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     rows: list[Row] = []
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -49,15 +50,33 @@ class Giver:
         return self._buffer if len(buffer) == len(self._buffer) else None
 
 
-def measure(case: Case, rank: int, address: str, meeting: Barrier, pipe: Connection) -> None:
-    """Be a worker: memcpys, bare transfers and exchanges, in turn with all others."""
-    connect(address)
+def join(case: Case, rank: int) -> Worker:
+    """Join the case's center, which is made by whoever comes first."""
     values = {"w": np.random.default_rng(rank).standard_normal(case.parameters, np.float32)}
     rule = ElasticAverage(period=NEVER, workers=case.workers)
     name = f"bench-{case.workers}-{case.shards}"
     layout = Layout.of(values)
     center = RayCenter.create_or_join(name, layout, rule, values, shards=case.shards)
-    worker = Worker(values, rule, center, rank, synchronous=True)
+    return Worker(values, rule, center, rank)
+
+
+def make_giver(nbytes: int) -> Any:
+    """Start the actor that only takes and gives, on any host there is."""
+    options = {"name": LEAST, "num_cpus": 0, "max_concurrency": 8, "lifetime": "detached"}
+    return ray.remote(Giver).options(**options).remote(nbytes)
+
+
+def send(case: Case, rank: int, address: str, meeting: Barrier, pipe: Connection) -> None:
+    """Measure in a process of its own."""
+    connect(address)
+    pipe.send(measure(case, rank, meeting))
+    pipe.close()
+    ray.shutdown()
+
+
+def measure(case: Case, rank: int, meeting: Barrier | threading.Barrier) -> Times:
+    """Be a worker: memcpys, bare transfers and exchanges, in turn with all others."""
+    worker = join(case, rank)
     giver = ray.get_actor(LEAST, namespace=NAMESPACE)
     buffer = np.ones(worker.layout.nbytes, np.uint8)
     room = np.empty_like(buffer)
@@ -82,8 +101,7 @@ def measure(case: Case, rank: int, address: str, meeting: Barrier, pipe: Connect
     meeting.wait()
     worker.member.leave()
     meeting.wait()
-    if rank == 0:
+    center = worker.center
+    if rank == 0 and isinstance(center, RayCenter):
         center.retire()
-    pipe.send(times)
-    pipe.close()
-    ray.shutdown()
+    return times

@@ -178,11 +178,13 @@ class Hosts:
     Args:
         count: how many.
         ray: whether there are Ray nodes on them.
+        options: of `ray start`, for every node.
         environment: of Ray's nodes.
     """
 
-    def __init__(self, count=3, ray=True, **environment):
+    def __init__(self, count=3, ray=True, options=(), **environment):
         self._count, self._ray, self._environment = count, ray, environment
+        self._options = options
         self._start()
 
     def _start(self):
@@ -235,13 +237,14 @@ class Hosts:
         return next(host for host in self.all if host.address == address)
 
     def _start_ray(self):
-        head = ("--head", f"--port={PORT}", "--include-dashboard=false")
+        head = ("--head", f"--port={PORT}", "--include-dashboard=false", *self._options)
         self._wait(self[0].start_ray(*head, f"--temp-dir={self._home}", **self._environment))
         for started in [self._join(host) for host in self.all[1:]]:
             self._wait(started)
 
     def _join(self, host):
-        return host.start_ray(f"--address={self.address}", **self._environment)
+        given = (f"--address={self.address}", *self._options)
+        return host.start_ray(*given, **self._environment)
 
     def _wait(self, started):
         said, _ = started.communicate(timeout=PATIENCE)

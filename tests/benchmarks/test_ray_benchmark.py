@@ -1,10 +1,13 @@
-"""The Ray benchmark runs, on a small model, and writes its table and its plot."""
+"""The Ray benchmarks run, on a small model, and write their tables and plots."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from test_torch_benchmarks import run, tables
+
+from hosts import missing
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "ray_exchange.py"
 
@@ -23,3 +26,18 @@ def test_every_case_has_a_row(tmp_path):
         assert float(exchange) > 0
         assert float(ratio) > 0
     assert (tmp_path / "ray-exchange.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+def test_an_exchange_between_two_hosts(tmp_path):
+    run("two_hosts.py", "--quick", out=tmp_path)
+    (rows,) = tables((tmp_path / "two-hosts.md").read_text("utf-8"))
+    assert [what.split(",")[0] for _, _, what, *_ in rows] == [
+        *["elastic on Ray"] * 2,
+        "averaging in a process group",
+        "elastic in a process group",
+    ]
+    for _, link, _, alone, exchange, ratio, _, _ in rows:
+        assert link == "1 Gbit/s"
+        assert min(map(float, (alone, exchange, ratio))) > 0
