@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from marks import slow
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RULES = ("average", "elastic", "agn")
 
@@ -45,6 +47,7 @@ def check_written(out, name):
     return page
 
 
+@pytest.mark.slow
 def test_torch_step_compares_every_rule_with_the_bare_optimizer(tmp_path):
     printed = run("torch_step.py", "--quick", out=tmp_path)
     targets, figures = tables(check_written(tmp_path, "torch-step"))
@@ -84,7 +87,7 @@ def test_time_to_loss_goes_on_where_it_was(tmp_path):
     assert "Not tried in 0.001 minutes: average, τ = 4; elastic, τ = 4, α = 0.45; agn" in page
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ["elastic", *slow("average", "agn")])
 def test_two_workers_learn_and_nothing_but_training_is_on_the_clock(benchmark, rule):
     from time_to_loss_plan import QUICK, Job
 

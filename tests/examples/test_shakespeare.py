@@ -14,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from marks import slow
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = str(EXAMPLES / "shakespeare.py")
 STEPS, PERIOD = 63, 4  # the last period is cut short
@@ -61,7 +63,7 @@ def held_out():
     return torch.tensor(last_tenth).unfold(0, 17, 16)
 
 
-@pytest.mark.parametrize("rule", ["elastic", "average", "agn"])
+@pytest.mark.parametrize("rule", ["elastic", *slow("average", "agn")])
 def test_two_workers_and_their_center(rule, directory, examples):
     from shakespeare import PART, evaluate
 

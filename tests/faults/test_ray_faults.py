@@ -12,13 +12,14 @@ from ray_drill import CASES, drill
 from ray_scene import OneMachine
 
 import hosts
+from marks import slow
 from ray_cluster import actors_of, end_center, pid_of
 from springline import ElasticAverage, Worker
 from springline.center import Layout
 from springline.center.ray import RayCenter
 
 
-@pytest.mark.parametrize("case", ["worker/agn", "shard/agn"])
+@pytest.mark.parametrize("case", [*slow("worker/agn"), "shard/agn"])
 def test_a_process_is_killed(case, tmp_path, cluster):
     drill(case, tmp_path, OneMachine(cluster.address), grace=3.0)
 

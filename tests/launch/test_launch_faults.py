@@ -11,6 +11,7 @@ import pytest
 from launched import TRAINING, RunOnDisk, all_gone, wait_for
 from safetensors.numpy import load_file
 
+from marks import slow
 from springline.center import SharedCenter
 from springline.center.locks import SHARD
 
@@ -49,7 +50,7 @@ def test_a_worker_that_is_killed_again_and_again_makes_its_steps(train, under_ea
     under_each_rule(check)
 
 
-@pytest.mark.parametrize("seconds", [3, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [3, *slow(10)])
 def test_a_worker_that_is_stopped_for_a_while_goes_on(train, under_each_rule, seconds):
     steps = 60
 

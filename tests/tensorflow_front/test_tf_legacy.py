@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from marks import slow
+
 HERE = Path(__file__).parent
 SCRIPT = """
 import sys
@@ -42,8 +44,8 @@ print("as expected")
 """
 
 
-@pytest.mark.parametrize("hook", [pytest.param("op", marks=pytest.mark.slow), "hook"])
-@pytest.mark.parametrize("rule", ["elastic", "average", "agn"])
+@pytest.mark.parametrize("hook", [*slow("op"), "hook"])
+@pytest.mark.parametrize("rule", ["elastic", *slow("average", "agn")])
 def test_without_v2(rule, hook):
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, rule, hook],

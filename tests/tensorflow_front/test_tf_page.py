@@ -10,6 +10,8 @@ import pytest
 import tensorflow as tf
 from tf_cluster import close
 
+from marks import slow
+
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "migrating-from-tf-contrib.md"
 LAUNCH = ["-m", "springline.cli", "run", "--no-live", "--ps", "1", "--workers", "2", "--run", "run"]
@@ -21,9 +23,7 @@ def after():
     return "\n".join(line[1:] for line in change.splitlines() if not line.startswith("-"))
 
 
-@pytest.mark.parametrize(
-    "launch", [[], pytest.param(LAUNCH, marks=pytest.mark.slow)], ids=["alone", "cluster"]
-)
+@pytest.mark.parametrize("launch", [[], *slow(LAUNCH)], ids=["alone", "cluster"])
 def test_the_script_of_the_page(launch, tmp_path):
     (tmp_path / "train.py").write_text(after())
     ended = subprocess.run(

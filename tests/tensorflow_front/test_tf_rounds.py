@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 from tf_cluster import INNERS, Model, Servers, close, held, together
 
+from marks import slow
 from springline.center.waiting import wait_until
 from springline.tensorflow import members
 from springline.tensorflow.members import Members, Table
@@ -43,7 +44,7 @@ def check(model, center, global_step):
     assert values["global_step"] == global_step
 
 
-@pytest.mark.parametrize("stuck", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("stuck", [*slow(0), 1])
 def test_killed_between_two_servers(stuck):
     """The last one to come has reached one server when it dies; rounds go on as if it had not."""
     servers = Servers(2, 2)
@@ -128,7 +129,7 @@ def test_a_worker_that_ends_is_no_longer_a_member():
 
 
 @ways
-@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("first", [0, *slow(1)])
 def test_training_again_after_all_have_left(first, hook):
     """Nobody waits for one that may have finished; those that are back wait for each other."""
     servers = Servers(2, 2)
@@ -188,7 +189,7 @@ def test_servers_that_are_gone_do_not_fail_the_end(caplog, monkeypatch):
 
 
 @ways
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("bad", [np.nan, *slow(np.inf)])
 def test_a_worker_with_nan_stays_out_of_the_round(hook, bad):
     servers = Servers(2, 2)
     models = [started(servers, k, hook) for k in range(2)]

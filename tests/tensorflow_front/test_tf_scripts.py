@@ -5,6 +5,8 @@ import pytest
 import tensorflow as tf
 from tf_cluster import GETTERS, INNERS, PERIODS, Model, Servers, close, together, wrap
 
+from marks import slow
+
 v1 = tf.compat.v1
 RULES = sorted(GETTERS)
 
@@ -55,7 +57,7 @@ def test_two_models_with_a_getter_each_in_one_graph():
             close(second, 0.8)
 
 
-@pytest.mark.parametrize("hook", [False, True], ids=["op", "hook"])
+@pytest.mark.parametrize("hook", [*slow(False), True], ids=["op", "hook"])
 def test_one_server_under_two_device_names_is_one_round(hook):
     def build(model):
         v = v1.get_variable("v", [], initializer=v1.zeros_initializer())

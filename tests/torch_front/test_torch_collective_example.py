@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from test_torch_collective import private, torchrun
 
+from marks import slow
 from springline.center import checkpoint
 from springline.monitor.metrics import read_metrics
 
@@ -15,7 +16,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "torchrun_digits.py"
 STEPS = 300
 
 
-@pytest.mark.parametrize("rule", [pytest.param("average", marks=pytest.mark.slow), "elastic"])
+@pytest.mark.parametrize("rule", [*slow("average"), "elastic"])
 def test_two_ranks_learn_digits(rule, tmp_path):
     environment = os.environ | {
         "SPRINGLINE_RUN": str(tmp_path / "run"),

@@ -7,6 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from marks import slow
+
 SCRIPT = """
 import torch, springline
 from springline.torch import {optimizer}
@@ -45,7 +47,10 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer",
+    ["ElasticAverageOptimizer", *slow("ModelAverageOptimizer", "AGNOptimizer")],
+)
 def test_the_runs_center_loads_strictly(optimizer, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(optimizer=optimizer, options=OPTIMIZERS[optimizer]))
