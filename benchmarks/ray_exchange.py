@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import ray
 from ray_exchange_report import Row, draw, page
-from ray_exchange_worker import Case, Times, make_giver, send
+from ray_exchange_worker import Case, Times, make_givers, send
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -88,7 +88,7 @@ def main() -> None:
     buffer = np.ones(nbytes, np.uint8)
     touched = [ray.put(buffer) for _ in range(_BUFFERS - 4)]  # memory is slow the first time
     del touched
-    giver = make_giver(nbytes)
+    givers = make_givers(max(case.shards for case in cases))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     rows: list[Row] = []
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
@@ -96,7 +96,8 @@ def main() -> None:
         for case in cases:
             rows.append(Row.of(case, timed(case, context.address_info["gcs_address"])))
             progress.advance(task)
-    ray.kill(giver)
+    for giver in givers:
+        ray.kill(giver)
     ray.shutdown()
     options.out.mkdir(parents=True, exist_ok=True)
     draw(rows, options.out / "ray-exchange.png")

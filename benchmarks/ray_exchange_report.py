@@ -21,9 +21,11 @@ COLUMNS = (
     "shards",
     "memcpy, ms",
     "least on Ray, ms",
+    "in as many parts, ms",
     "exchange, ms",
     "÷ least",
     "quartiles",
+    "÷ in parts",
 )
 COLOURS = {1: "#1f6fb2", 2: "#c8553d", 4: "#5b8c5a"}
 
@@ -35,20 +37,25 @@ class Row:
     case: Case
     memcpy: Quartiles  # ms
     least: Quartiles  # ms
+    parts: Quartiles  # ms, the least in as many parts as there are shards
     exchange: Quartiles  # ms
     ratio: Quartiles  # exchange ÷ least, of the same worker and round
+    to_parts: Quartiles  # exchange ÷ parts
 
     @classmethod
     def of(cls, case: Case, times: Sequence[Times]) -> Row:
         """Compare round by round, of every worker."""
         least = [second for t in times for second in t.least]
+        parts = [second for t in times for second in t.parts]
         exchange = [second for t in times for second in t.exchange]
         return cls(
             case,
             _ms(second for t in times for second in t.memcpy),
             _ms(least),
+            _ms(parts),
             _ms(exchange),
             Quartiles.of(e / b for e, b in zip(exchange, least, strict=True)),
+            Quartiles.of(e / b for e, b in zip(exchange, parts, strict=True)),
         )
 
     @property
@@ -65,9 +72,9 @@ class Row:
 
     def cells(self) -> list[str]:
         """Return what stands under `COLUMNS`."""
-        times = (self.memcpy, self.least, self.exchange)
+        times = (self.memcpy, self.least, self.parts, self.exchange)
         head = [str(self.case.workers), str(self.case.shards), *map(str, times)]
-        return [*head, f"{self.ratio.median:.2f}", self._spread]
+        return [*head, f"{self.ratio.median:.2f}", self._spread, f"{self.to_parts.median:.2f}"]
 
 
 def page(rows: Sequence[Row], command: str, load: float) -> str:
@@ -135,6 +142,13 @@ _READING = """\
 The *least* is one `ray.put` of the buffer, an actor that gets it and returns a buffer of the same
 size, and one `ray.get` of that: what any center on Ray has to pay. An exchange adds what is its
 own: the shard makes `c ← c + α(x − c)`, the worker makes `x ← x − α(x − c)`, each in blocks that
-stay in cache. With several shards the worker's part of one runs beside the shards'
-part of the next, where there are cores to run them. All workers exchange at the same moment here,
-which is the worst case: workers that train come when they come."""
+stay in cache. *In as many parts* is the same with an actor and a part of the buffer for every
+shard. All workers exchange at the same moment here, which is the worst case: workers that train
+come when they come.
+
+Between processes of one machine Ray sends nothing: a put is a copy, a get is none, and so the
+least is two copies. An exchange cannot do with so little: shard and worker each go through the
+model once more, and all of it happens on the same cores. **On one machine the center in shared
+memory is the one to use**, which `springline run` does without `--address`: it needs no copies, and
+an exchange takes about [two memcpys](exchange.md). Ray is for several machines, where an exchange
+[takes little more than its bytes](two-hosts.md)."""

@@ -17,7 +17,7 @@ from springline import ElasticAverage, Worker
 from springline.center import Layout
 from springline.center.ray import NAMESPACE, RayCenter, connect
 
-LEAST = "least"  # the name of the actor that only takes and gives
+LEAST = "least"  # the actors that only take and give: least-0, least-1, …
 NEVER = 10**12  # a period: the benchmark calls `exchange` itself
 
 
@@ -35,6 +35,7 @@ class Times:
     """What one worker measured: seconds, one of each in every round."""
 
     least: list[float] = field(default_factory=list)
+    parts: list[float] = field(default_factory=list)  # the least in as many parts as shards
     exchange: list[float] = field(default_factory=list)
     memcpy: list[float] = field(default_factory=list)
 
@@ -42,12 +43,14 @@ class Times:
 class Giver:
     """The least that can be called a center: it takes a buffer and gives one of the same size."""
 
-    def __init__(self, nbytes: int) -> None:
-        self._buffer = np.ones(nbytes, np.uint8)
+    def __init__(self) -> None:
+        self._buffer = np.ones(0, np.uint8)
 
     def swap(self, buffer: Any) -> Any:
         """Get what was sent, and put what is sent back."""
-        return self._buffer if len(buffer) == len(self._buffer) else None
+        if len(buffer) != len(self._buffer):
+            self._buffer = np.ones(len(buffer), np.uint8)
+        return self._buffer
 
 
 def join(case: Case, rank: int) -> Worker:
@@ -60,10 +63,11 @@ def join(case: Case, rank: int) -> Worker:
     return Worker(values, rule, center, rank)
 
 
-def make_giver(nbytes: int) -> Any:
-    """Start the actor that only takes and gives, on any host there is."""
-    options = {"name": LEAST, "num_cpus": 0, "max_concurrency": 8, "lifetime": "detached"}
-    return ray.remote(Giver).options(**options).remote(nbytes)
+def make_givers(count: int) -> list[Any]:
+    """Start the actors that only take and give, on any host there is."""
+    options = {"num_cpus": 0, "max_concurrency": 8, "lifetime": "detached"}
+    giver = ray.remote(Giver)
+    return [giver.options(**options, name=f"{LEAST}-{k}").remote() for k in range(count)]
 
 
 def send(case: Case, rank: int, address: str, meeting: Barrier, pipe: Connection) -> None:
@@ -77,21 +81,28 @@ def send(case: Case, rank: int, address: str, meeting: Barrier, pipe: Connection
 def measure(case: Case, rank: int, meeting: Barrier | threading.Barrier) -> Times:
     """Be a worker: memcpys, bare transfers and exchanges, in turn with all others."""
     worker = join(case, rank)
-    giver = ray.get_actor(LEAST, namespace=NAMESPACE)
+    givers = [ray.get_actor(f"{LEAST}-{k}", namespace=NAMESPACE) for k in range(case.shards)]
     buffer = np.ones(worker.layout.nbytes, np.uint8)
     room = np.empty_like(buffer)
 
+    pieces = np.array_split(buffer, case.shards)
+
     def least() -> None:
-        ray.get(giver.swap.remote(ray.put(buffer)))
+        ray.get(givers[0].swap.remote(ray.put(buffer)))
+
+    def parts() -> None:
+        pairs = zip(givers, pieces, strict=True)
+        ray.get([giver.swap.remote(ray.put(piece)) for giver, piece in pairs])
 
     kinds: list[tuple[str, Callable[[], object]]] = [
         ("memcpy", lambda: np.copyto(room, buffer)),
         ("least", least),
+        ("parts", parts if case.shards > 1 else least),
         ("exchange", worker.exchange),
     ]
     times = Times()
     for k in range(case.rounds + 2):
-        for what, call in (*kinds[k % 3 :], *kinds[: k % 3]):  # another is first in every round
+        for what, call in (*kinds[k % 4 :], *kinds[: k % 4]):  # another is first in every round
             meeting.wait()
             start = time.perf_counter()
             call()

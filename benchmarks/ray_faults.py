@@ -122,13 +122,13 @@ them: an exchange has a part in every shard.
 - **Everything.** The storage is what the run goes on from. The wait is mostly the start of three
   Ray nodes and of the workers. The machine of Ray's own head is such a case: without it there is no
   cluster until it is started again.
-- **`springline run` killed.** Its workers end with it. The center stays on the cluster, for ten
+- **`springline run` killed.** Its workers end with it, perhaps in the middle of an exchange. The center stays on the cluster, for ten
   minutes, and a run that is started again with the same `--run` goes on from there.
 - **A link down.** Nothing is lost and nothing is applied twice. The wait is longer than the link
   was down, since TCP tries again in intervals that double. A machine that is away for longer than
   Ray waits is declared dead, and its node ends when it is back: that row is with Ray looking
   sooner, and the worker that was cut off is ended and started again elsewhere, as `springline run`
-  does.
+  does; its last exchange may have reached some shards and not others.
 - **A worker stopped.** Under asynchronous rules nobody notices. A round of averaging waits for it
   for `grace`, and goes on without it; it takes part again in a round after it is back.
 """

@@ -35,8 +35,7 @@ def main(what: str, *given: str) -> None:
     if what == "ray":
         print(json.dumps(asdict(worker.measure(asked, 0, threading.Barrier(1)))), flush=True)
         return
-    giver = worker.make_giver(4 * asked.parameters)
-    ray.get(giver.__ray_ready__.remote())
+    ray.get([giver.__ray_ready__.remote() for giver in worker.make_givers(asked.shards)])
     worker.join(asked, 0).member.leave()
 
 

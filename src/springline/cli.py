@@ -163,7 +163,7 @@ def run(
     if (launcher.directory / FOLDER).exists():
         words += f", the metrics in {place}/{FOLDER}"
     words += f", the plot in {_short(plot)}." if plot else "."
-    if status:
+    if status and launcher.resumable:
         again = ["springline", "run", "--run", str(place), str(script), *arguments]
         where = " (from the script's own checkpoint)" if launcher.ps else ""
         words += f" Go on{where} with: {shlex.join(again)}"

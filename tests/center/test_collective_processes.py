@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -21,8 +22,9 @@ def live(pipe, rank, store, timeout):
 
     from springline.center.collective import Collective, group
 
+    group.TELL = 0.5
     if timeout is None:
-        group.TELL, group.WARN_EVERY = 0.5, 2.0
+        group.WARN_EVERY = 2.0
         handler = logging.Handler()
         handler.emit = lambda record: pipe.send(record.getMessage())
         logging.getLogger("springline").addHandler(handler)
@@ -61,6 +63,22 @@ def test_who_is_waited_for_is_named(start, tmp_path):
         assert said == 1
         pipe.send("leave")
     assert [pipe.recv() for pipe in pipes] == ["left"] * WORKERS
+
+
+@pytest.mark.slow
+def test_who_dies_while_it_waits_is_named(start, tmp_path):
+    lives = [start(live, rank, tmp_path / "store", 30) for rank in range(WORKERS)]
+    pipes = [pipe for _, pipe in lives]
+    assert [pipe.recv() for pipe in pipes] == ["ready"] * WORKERS
+    for pipe in pipes[1:]:
+        pipe.send("step")
+    time.sleep(4)  # both say by now that they wait
+    lives[2][0].kill()
+    pipes[0].send("step")
+    for pipe in pipes[:2]:
+        assert "missing: rank 2." in (said := pipe.recv()), said
+        pipe.send("leave")
+    assert [pipe.recv() for pipe in pipes[:2]] == ["left"] * 2
 
 
 @pytest.mark.parametrize(

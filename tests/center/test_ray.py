@@ -12,12 +12,16 @@ import numpy as np
 import pytest
 import ray
 import torch
+from ray.exceptions import RayActorError
 
 from ray_cluster import actors_of, end_center
 from recorded import gradient, rows, rule_of, schedule_of, start
 from springline import ElasticAverage, Worker
-from springline.center import CenterError, CheckpointError, Layout, SettingsError
+from springline.center import CenterError, CheckpointError, Layout, NonFiniteError, SettingsError
+from springline.center.errors import EndedError
 from springline.center.ray import RayCenter
+from springline.center.ray_peer import RayPeer, shard_name
+from springline.center.served.peer import PeerLostError
 from springline.rules import Rule
 from springline.rules.reference import Optimizer
 from springline.torch import AGNOptimizer, ElasticAverageOptimizer
@@ -176,6 +180,13 @@ def test_updates_are_lost_only_without_locks(name, use_locking, tmp_path, togeth
         center.close()
 
 
+def wait_until_gone(name):
+    deadline = time.monotonic() + 60
+    while actors_of(name):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 def test_a_center_that_nobody_uses_saves_itself_and_goes_on_later(name, tmp_path):
     storage = str(tmp_path / "store")
     center = make(name, storage=storage, linger=1.0)
@@ -183,10 +194,7 @@ def test_a_center_that_nobody_uses_saves_itself_and_goes_on_later(name, tmp_path
     worker.parameters["b"] += 4
     worker.exchange()
     worker.member.leave()
-    deadline = time.monotonic() + 60
-    while actors_of(name):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until_gone(name)
     other = ElasticAverage(workers=2, period=1, moving_rate=0.5)
     with pytest.raises(SettingsError, match=r"moving_rate=0.25, this worker comes with"):
         make(name, other, storage=storage)
@@ -204,6 +212,39 @@ def test_a_storage_that_cannot_be_written_is_said_and_nothing_stays(name, tmp_pa
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"Cannot use .*/file/here for the center's check"):
         make(name, storage=str(tmp_path / "file" / "here"))
+    wait_until_gone(name)
+
+
+def test_a_second_attempt_has_a_storage_of_its_own(name, tmp_path):
+    """The head of the first one would write to the first one's."""
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    with pytest.raises(NonFiniteError):
+        make(name, values=VALUES | {"b": np.full(3, np.nan, np.float32)}, storage=first)
+    wait_until_gone(name)
+    make(name, storage=second).retire()
+    np.testing.assert_array_equal(make(name, storage=second).values()["b"], 1)
+
+
+def test_another_storage_than_the_centers_is_refused(name, tmp_path):
+    make(name)
+    with pytest.raises(CenterError, match=r"keeps its checkpoints nowhere; this worker was told"):
+        make(name, storage=str(tmp_path))
+
+
+def test_a_storage_that_machines_do_not_share_is_refused(name, monkeypatch):
+    monkeypatch.setattr("springline.center.ray_making._SEEN", 0.5)
+    with pytest.raises(CenterError, match=r"is not the same on all machines: shard-0 of the cent"):
+        make(name, storage="memory://every-process-has-its-own")
+    wait_until_gone(name)
+
+
+def test_an_actor_of_the_same_name_is_not_the_one_that_is_gone(name):
+    make(name, shards=2)
+    actors = actors_of(name)
+    one = RayPeer("shard 0", shard_name(name, 0), actors["shard-0"])
+    other = RayPeer("shard 0", shard_name(name, 0), actors["shard-1"])
+    assert isinstance(one.lost(RayActorError()), PeerLostError)
+    assert isinstance(other.lost(RayActorError()), EndedError)
 
 
 def test_more_shards_than_memory_are_refused(name):

@@ -2,13 +2,15 @@
 
 import random
 import threading
+import time
 
 import numpy as np
 import pytest
 
 from served import Service
 from springline import AGN, ElasticAverage, ModelAverage, Worker
-from springline.center import CenterError, Layout
+from springline.center import CenterError, CheckpointError, Layout
+from springline.center.served.checkpoints import Checkpoints
 from springline.center.served.messages import Message, Sender
 from springline.center.served.peer import Call, PeerLostError
 from springline.center.served.replies import KEPT
@@ -140,7 +142,7 @@ def test_no_copy_per_worker_is_kept(serve):
     rule = ElasticAverage(workers=50, period=1, moving_rate=0.01)
     shard = serve(rule, values).shards[0].target
     replies = {rank: shard.exchange(message(rank, 1, rank)) for rank in range(50)}
-    assert len(shard._replies) == KEPT
+    assert len(shard._replies._kept) == KEPT
     again = shard.exchange(message(49, 1, 49))
     np.testing.assert_array_equal(again.data, replies[49].data)
     before = shard.read().data.copy()
@@ -150,7 +152,7 @@ def test_no_copy_per_worker_is_kept(serve):
     np.testing.assert_array_equal(shard.read().data, before)
     for rank in range(50):
         shard.received(rank, (1, 1))
-    assert not shard._replies
+    assert not shard._replies._kept
 
 
 def test_a_worker_goes_on_from_the_center_when_its_answer_is_lost_for_good(serve, caplog):
@@ -164,7 +166,7 @@ def test_a_worker_goes_on_from_the_center_when_its_answer_is_lost_for_good(serve
         if method == "exchange":
             how = next(lost, None)
             if how is None:
-                target._replies.clear()
+                target._replies._kept.clear()
             return how
         return None
 
@@ -261,10 +263,10 @@ def test_a_head_that_has_forgotten_the_center_says_so(serve):
     one.observe(dict.fromkeys(VALUES, np.float32(1)))
     one.exchange()
     service.head.target = service.new_head()  # without a storage
-    with pytest.raises(CenterError, match="without a storage"):
+    with pytest.raises(CenterError, match="has nothing written down to go on from"):
         worker(service, rule, 1)
     zeros = np.zeros(len(service.shards[0].target._center), np.uint8)
-    with pytest.raises(CenterError, match="has been trained, and its values are not replaced"):
+    with pytest.raises(CenterError, match="has been trained, but its head was started again"):
         service.shards[0].target.initialise(zeros, zeros[:0])
     np.testing.assert_array_equal(service.shards[0].target.read().data.view(np.float32)[:5], -1)
 
@@ -272,7 +274,7 @@ def test_a_head_that_has_forgotten_the_center_says_so(serve):
 def test_only_one_publishes(serve, monkeypatch):
     service = serve(ElasticAverage())
     service.head.target = service.new_head()
-    monkeypatch.setattr("springline.center.served.head._LEASE", -1.0)
+    monkeypatch.setattr("springline.center.served.founding._LEASE", -1.0)
     for who in ("slow", "quick"):
         assert Call(service.head, "claim", who).result() is None
     assert Call(service.head, "publish", "slow", service.description).result() is False
@@ -324,3 +326,96 @@ def test_a_round_whose_contributors_are_not_known_takes_who_is_here(serve):
     np.testing.assert_array_equal(mean.data.view(np.float32), 5)
     nothing = shard.reduce(2, [], message(1, 2, 5.0).sender)
     np.testing.assert_array_equal(nothing.data.view(np.float32), 5)
+
+
+def unreadable(monkeypatch):
+    """Let every storage be out of reach; return what ends it."""
+    context = monkeypatch.context()
+    patch = context.__enter__()
+
+    def fail(self, path):
+        raise CheckpointError(f"Cannot read {path}: stale file handle.")
+
+    patch.setattr("springline.center.served.storage.Storage._read_slot", fail)
+    return lambda: context.__exit__(None, None, None)
+
+
+def test_a_shard_that_could_not_be_read_is_not_written_over(serve, tmp_path, monkeypatch):
+    """It is started again while the storage is away for a moment."""
+    rule = AGN(workers=2, period=1, optimizer=SGD(1.0))
+    values = {"b": np.zeros(5, np.float32)}
+    service = serve(rule, values, storage=str(tmp_path / "store"))
+    service.shards[0].target.exchange(message(0, 1, 1.0))
+    service.shards[0].target.save()
+    end = unreadable(monkeypatch)
+    again = service.make[0]()
+    again.save()  # as a head does that retires
+    with pytest.raises(CheckpointError, match="stale file handle"):
+        again.read()
+    end()
+    np.testing.assert_array_equal(again.read().data.view(np.float32), -1)
+
+
+def test_a_head_reads_its_storage_again_if_it_could_not(serve, tmp_path, monkeypatch):
+    service = serve(AGN(workers=2, optimizer=SGD(1.0)), storage=str(tmp_path / "store"))
+    end = unreadable(monkeypatch)
+    service.head.target = service.new_head()
+    with pytest.raises(CheckpointError, match="stale file handle"):
+        Call(service.head, "claim", "another").result()
+    end()
+    found = Call(service.head, "claim", "another").result()
+    assert found == service.description | {"storage": str(tmp_path / "store")}
+
+
+def test_a_checkpoint_that_fails_is_told_and_not_tried_at_every_exchange(tmp_path, monkeypatch):
+    tried = threading.Event()
+
+    def collect():
+        tried.set()
+        raise OSError("no space left")
+
+    checkpoints = Checkpoints("shard-0", str(tmp_path), (1, 30.0), collect)
+    checkpoints.open()
+    checkpoints.count()
+    assert tried.wait(10)
+    while checkpoints.failed is None:
+        assert checkpoints._since
+    assert checkpoints.failed == "OSError: no space left"
+    tried.clear()
+    checkpoints.count()
+    assert not tried.wait(0.5)
+
+
+def test_a_repeat_of_what_was_refused_is_refused(serve):
+    """AGN's reply is the center; that the exchange was refused must not be lost with it."""
+    values = {"b": np.full(5, 3e38, np.float32)}
+    shard = serve(AGN(workers=2, period=1, optimizer=SGD(1.0)), values).shards[0].target
+    refused = shard.exchange(message(0, 1, -3e38))
+    assert refused.refused == 0
+    assert shard.exchange(message(0, 1, -3e38)).refused == 0
+
+
+def test_a_round_that_nobody_may_close_yet_is_waited_for(serve, tmp_path):
+    """A head that was just started again closes no round, though nobody is missing."""
+    rule = ModelAverage(workers=2, period=1)
+    service = serve(rule, storage=str(tmp_path / "store"))
+    for rank in range(2):
+        worker(service, rule, rank)
+    seats = service.head.target._seats
+    seats.quiet_until = time.monotonic() + 60
+    lives = [seats.of[rank].incarnation for rank in range(2)]
+    assert Call(service.head, "settle", 1, lives[1], 1, True).result()
+    assert Call(service.head, "settle", 0, lives[0], 1, False).result()
+    assert Call(service.head, "begin", 0, lives[0], 0.1).result() == [1]
+
+
+def test_who_comes_back_to_a_new_head_finds_the_others(serve, tmp_path):
+    """It asks the shards first, which may take long; only then do the quiet seconds begin."""
+    rule = ModelAverage(workers=2, period=1)
+    service = serve(rule, storage=str(tmp_path / "store"))
+    one, _ = (worker(service, rule, rank) for rank in range(2))
+    head = service.new_head()
+    assert head._seats.quiet_until < time.monotonic()
+    service.head.target = head
+    Call(service.head, "join", 0, one.member._incarnation).result()
+    assert head._seats.quiet_until > time.monotonic()

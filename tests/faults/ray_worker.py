@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from springline import AGN, ElasticAverage, ModelAverage, Worker
-from springline.center import Layout, ray_actors
+from springline.center import Layout, ray_peer
 from springline.center.ray import RayCenter
 from springline.center.served.messages import Reply, span
 from springline.rules import SGD
@@ -71,7 +71,7 @@ def flat(worker):
 
 def hold_replies(home, note):
     """While `HOME/hold` is there, take no data of a shard's reply: it stays where the shard is."""
-    fetch, hold = ray_actors._whole, home / "hold"
+    fetch, hold = ray_peer._whole, home / "hold"
 
     def fetch_later(answer, timeout):
         if isinstance(answer, Reply) and hold.exists():
@@ -80,7 +80,7 @@ def hold_replies(home, note):
                 time.sleep(0.01)
         return fetch(answer, timeout)
 
-    ray_actors._whole = fetch_later
+    ray_peer._whole = fetch_later
 
 
 def last_step(home, rank):

@@ -12,7 +12,7 @@ from launched import TRAINING, alive, all_gone, wait_for
 from safetensors.numpy import load_file
 
 from springline.center.ray import RayCenter
-from springline.launch.machines import center_name
+from springline.launch.home import center_name
 
 PATIENCE = 120.0  # seconds for what takes a few, on a busy machine
 

@@ -11,8 +11,8 @@ from clustered import ClusterRun
 from launched import TRAINING, Command, wait_for
 
 import hosts
+from springline.launch.home import center_name
 from springline.launch.host import sweep
-from springline.launch.machines import center_name
 
 PATIENCE = 180.0
 # How soon Ray notices that a node is gone.

@@ -11,12 +11,13 @@ from launched import wait_for
 from ray.exceptions import RayError
 
 from springline.center import CenterError
+from springline.center.served.storage import Storage
 from springline.cluster import Cluster
-from springline.launch import host, machines, watch
+from springline.launch import home, host, machines, watch
 from springline.launch.directory import LaunchError
 from springline.launch.fetch import Fetched
+from springline.launch.home import center_name
 from springline.launch.host import Assignment, Host
-from springline.launch.machines import center_name
 from springline.launch.remote import RemoteWorker
 from springline.launch.request import ClusterRequest
 from springline.launch.state import CenterStatus, LaunchState
@@ -31,24 +32,42 @@ def test_every_run_has_a_storage_of_its_own(tmp_path):
         ("m://", "m://"),
     ):
         asked = ClusterRequest("auto", storage=given)
-        assert machines._storage(asked, one) == f"{start}{center_name(one)}"
-        assert machines._storage(asked, one) != machines._storage(asked, two)
-    assert machines._storage(ClusterRequest("auto", storage="none"), one) is None
-    assert machines._storage(ClusterRequest("auto"), one) == str(one / "center" / "shards")
+        assert home.storage_of(asked, one) == f"{start}{center_name(one)}"
+        assert home.storage_of(asked, one) != home.storage_of(asked, two)
+    assert home.storage_of(ClusterRequest("auto", storage="none"), one) is None
+    assert home.storage_of(ClusterRequest("auto"), one) == str(one / "center" / "shards")
 
 
 def test_a_new_run_does_not_go_on_with_the_center_of_another(tmp_path, monkeypatch):
+    run, empty, full = (tmp_path / name for name in ("run", "empty", "full"))
+    run.mkdir()
+    Storage(str(full)).write("head", {})
     there = {"digits-1": object()}
-    monkeypatch.setattr(machines, "open_center", there.get)
-    machines._check_center(tmp_path, "digits-2", "/shared")
+    monkeypatch.setattr(home, "open_center", there.get)
+    home.check_center(run, "digits-2", str(empty))
+    assert not empty.exists()
     with pytest.raises(LaunchError, match="is new, but its center, digits-1, is on the cluster"):
-        machines._check_center(tmp_path, "digits-1", "/shared")
-    LaunchState("train.py", [], 0.0, 1).write(tmp_path)  # its launcher was killed early
-    machines._check_center(tmp_path, "digits-1", "/shared")
-    CenterStatus({}, 0, [], []).write(tmp_path / "center")
-    machines._check_center(tmp_path, "digits-1", None)
-    with pytest.raises(LaunchError, match="its center is gone"):
-        machines._check_center(tmp_path, "digits-2", None)
+        home.check_center(run, "digits-1", str(empty))
+    with pytest.raises(LaunchError, match=f"is new, but {full} holds the center of an earlier run"):
+        home.check_center(run, "digits-2", str(full))
+    LaunchState("train.py", [], 0.0, 1).write(run)  # its launcher was killed early
+    home.check_center(run, "digits-1", str(empty))
+    home.check_center(run, "digits-2", str(full))
+
+
+def test_a_run_whose_center_is_gone_does_not_begin_anew(tmp_path, monkeypatch):
+    run, full = tmp_path / "run", tmp_path / "full"
+    (run / "center").mkdir(parents=True)
+    CenterStatus({}, 0, [], []).write(run / "center")
+    Storage(str(full)).write("head", {})
+    there = {"digits-1": object()}
+    monkeypatch.setattr(home, "open_center", there.get)
+    home.check_center(run, "digits-1", None)
+    home.check_center(run, "digits-2", str(full))
+    with pytest.raises(LaunchError, match="was started with `--storage none`: it is gone"):
+        home.check_center(run, "digits-2", None)
+    with pytest.raises(LaunchError, match=f"is not in {tmp_path / 'empty'} any more: it is gone"):
+        home.check_center(run, "digits-2", str(tmp_path / "empty"))
 
 
 def test_what_speaks_of_the_launchers_machine_is_not_sent():

@@ -33,9 +33,33 @@ class CheckpointError(CenterError, ValueError):
     """A checkpoint is damaged or belongs to another model."""
 
 
+class EndedError(CenterError):
+    """The center is not there any more, and does not come back by itself."""
+
+
+class TakenOverError(CenterError):
+    """Another worker has a member's rank."""
+
+
 def rank_in_use(rank: int, members: Collection[int]) -> RankError:
     """Return the error for a rank that a live worker has."""
     return RankError(
         f"Rank {rank} is in use by a live worker. Give every worker a rank of its own; "
         f"in use: {sorted(members)}."
+    )
+
+
+def taken_over(rank: int) -> TakenOverError:
+    """Return the error for a worker whose rank another has meanwhile."""
+    return TakenOverError(
+        f"Rank {rank} has been taken over by another worker meanwhile (this one was not heard of "
+        "for too long). Start it again to take part."
+    )
+
+
+def forgotten(name: str = "The center") -> CenterError:
+    """Return the error for a center whose head does not know it any more."""
+    return CenterError(
+        f"{name} has been trained, but its head was started again and has nothing written down to "
+        "go on from. Start a new run, with a storage (`--storage`) that all machines see."
     )

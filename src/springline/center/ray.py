@@ -12,44 +12,37 @@ import logging
 import threading
 import time
 import uuid
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-
 from springline.center.center import check_layout, check_settings
-from springline.center.errors import CenterError
+from springline.center.errors import CenterError, EndedError
 from springline.center.layout import Layout
 from springline.center.plan import Plan
-from springline.center.ray_actors import (
+from springline.center.ray_actors import RayHead
+from springline.center.ray_making import Maker, OutrunError, digest, make_actor, make_shards
+from springline.center.ray_peer import (
     NAMESPACE,
-    NodeAffinitySchedulingStrategy,
-    RayHead,
+    PAUSE,
     RayPeer,
-    RayShard,
     connect,
     find,
     head_name,
     head_peer,
-    ray,
     shard_name,
     shard_peers,
-    shards_named,
 )
-from springline.center.served.center import ServedCenter, first_parts
+from springline.center.served.center import ServedCenter
 from springline.center.served.head import GRACE
-from springline.center.served.messages import Row, cut
 from springline.center.served.peer import Call, PeerLostError
 from springline.rules.rule import Rule
 
 _log = logging.getLogger("springline")
 __all__ = ["NAMESPACE", "RayCenter", "connect"]
 LINGER = 600.0  # seconds without a member after which a center saves itself and retires
+_ENDING = 30.0  # seconds that a head may take to be gone
 _RETIRING = 300.0  # seconds that saving all shards may take
-_PROCESS = 150e6  # bytes of memory that an actor's process takes, beside what it holds
-_SHARD = 256e6  # bytes of the center that a shard holds at most, by default
 
 
 class RayCenter(ServedCenter):
@@ -103,19 +96,26 @@ class RayCenter(ServedCenter):
         if storage and "://" not in storage:
             storage = str(Path(storage).absolute())
         plan = Plan.of(layout, rule, use_locking)
-        about = name, storage, grace, linger
-        head = _actor(RayHead, head_name(name), 1000, "SPREAD", *about)
-        peer, who = head_peer(name, head), uuid.uuid4().hex
-        while (description := Call(peer, "claim", who).result()) is None:
-            with _at_it(peer, who):
-                made = _make(name, plan, rule, values, restore, shards, storage, every)
+        about, who = (name, storage, grace, linger), uuid.uuid4().hex
+        while (claimed := _claim(about, who))[1] is None:
+            peer = head_peer(name, claimed[0])
+            with _at_it(peer, who), contextlib.suppress(OutrunError):
+                maker = Maker(name, plan, rule, peer, who)
+                made = maker.make(values, restore, shards, storage, every)
                 Call(peer, "publish", who, made).result()
+        head, description = claimed
+        if storage and storage != description["storage"]:
+            raise CenterError(
+                f"The center {name!r} keeps its checkpoints {_where(description['storage'])}; this "
+                f"worker was told {_where(storage)}. It was made by somebody else: end that run, "
+                "or give all its workers the same storage."
+            )
         held = Plan.from_json(description["plan"])
         check_layout(held.layout, layout)
         check_settings(held.settings, plan.settings)
-        handles = _shards(name, held, rule, description)
+        handles = make_shards(name, held, rule, description)
         center = cls(name, description, [head, *handles])
-        if description["digest"] != _digest(layout, values):
+        if description["digest"] != digest(layout, values):
             _log.warning(
                 "Joined the center %s at version %d: its values replace this worker's own.",
                 name,
@@ -149,62 +149,30 @@ class RayCenter(ServedCenter):
                 pending.result(1.0)
             except TimeoutError:
                 continue
-            except (PeerLostError, CenterError):
+            except PeerLostError:  # it is being started again
+                time.sleep(PAUSE)
+                pending = self.head.ask("retire")
+                continue
+            except EndedError:
                 return  # the head has ended before it could answer
             return
         raise CenterError(f"The center {self.name!r} could not be saved and ended in time.")
 
 
-def _actor(kind: type, name: str, concurrency: int, where: Any, *arguments: Any) -> Any:
-    """Make an actor, or find the one of that name."""
-    options = {
-        "name": name,
-        "namespace": NAMESPACE,
-        "lifetime": "detached",
-        "get_if_exists": True,
-        "num_cpus": 0,
-        "max_restarts": -1,
-        "max_task_retries": 0,
-        "max_concurrency": concurrency,
-        "scheduling_strategy": where,
-    }
-    return ray.remote(kind).options(**options).remote(*arguments)
+def _claim(about: tuple[Any, ...], who: str) -> tuple[Any, Any]:
+    """Return the head, and what it says of the center; None if that is for us to make.
 
-
-def _make(
-    name: str,
-    plan: Plan,
-    rule: Rule,
-    values: Mapping[str, Any],
-    restore: str | Path | None,
-    shards: int | None,
-    storage: str | None,
-    every: tuple[int, float],
-) -> dict[str, Any]:
-    """Make the shards of a new center; return what the head is to tell about it."""
-    asked = _how_many(plan, shards)
-    parts, version, steps = first_parts(plan, values, asked, restore)
-    description = {
-        "plan": plan.to_json(),
-        "asked": asked,
-        "shards": len(parts),
-        "base": version,
-        "digest": _digest(plan.layout, values),
-        "storage": storage,
-        "every": list(every),
-    }
-    _end_what_is_left(name)
-    handles = _shards(name, plan, rule, description)
-    try:
-        peers = zip(shard_peers(name, handles), parts, strict=True)
-        calls = [Call(peer, "initialise", *part, steps) for peer, part in peers]
-        for call in calls:
-            call.result()
-    except BaseException:
-        for handle in handles:
-            ray.kill(handle)
-        raise
-    return description
+    A head that is just ending, because its center was ended or could not be made, is waited for.
+    """
+    name, deadline = about[0], time.monotonic() + _ENDING
+    while True:
+        head = make_actor(RayHead, head_name(name), 1000, "SPREAD", *about)
+        try:
+            return head, Call(head_peer(name, head), "claim", who).result()
+        except EndedError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(PAUSE)
 
 
 @contextlib.contextmanager
@@ -226,61 +194,5 @@ def _at_it(head: RayPeer, who: str) -> Iterator[None]:
         done.set()
 
 
-def _end_what_is_left(name: str) -> None:
-    """End the shards of somebody who was killed while making the center."""
-    for actor, handle in shards_named(name).items():
-        rows: dict[int, Row] = {}
-        with contextlib.suppress(CenterError):  # one that could not start has none
-            rows, _ = Call(RayPeer(actor, actor, handle), "rows").result()
-        if any(row.incarnation for row in rows.values()):
-            raise CenterError(
-                f"The center {name!r} has been trained, but its head was started again without a "
-                "storage and does not know it any more. Start a new run, with a storage "
-                "(`--storage`)."
-            )
-        ray.kill(handle)
-
-
-def _digest(layout: Layout, values: Mapping[str, Any]) -> int:
-    """Return a checksum of a worker's own values."""
-    digest = 0
-    for entry in layout.entries:
-        value: Any = np.ascontiguousarray(values[entry.name], entry.center_dtype)
-        digest = zlib.crc32(value.reshape(-1).view(np.uint8), digest)
-    return digest
-
-
-def _shards(name: str, plan: Plan, rule: Rule, description: Mapping[str, Any]) -> list[Any]:
-    asked, storage, every = (description[key] for key in ("asked", "storage", "every"))
-    arguments = [
-        (description["plan"], rule, k, asked, storage, tuple(every))
-        for k in range(description["shards"])
-    ]
-    concurrency = plan.workers + 8
-    # Each on the next machine, for as long as that is there. Ray's own spreading looks at CPUs,
-    # of which shards ask for none.
-    nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
-    places = [NodeAffinitySchedulingStrategy(node, soft=True) for node in nodes]
-    return [
-        _actor(RayShard, shard_name(name, k), concurrency, places[k % len(places)], *given)
-        for k, given in enumerate(arguments)
-    ]
-
-
-def _how_many(plan: Plan, shards: int | None) -> int:
-    """Return into how many shards to cut a center; refuse more than there is memory for."""
-    nodes = sum(node["Alive"] for node in ray.nodes())
-    held = plan.layout.nbytes + plan.state_nbytes
-    if shards is None:
-        shards = max(2, nodes, int(-(-held // _SHARD)))
-    if shards < 1:
-        raise CenterError(f"`shards` must be an integer >= 1. Received: {shards}.")
-    memory = ray.cluster_resources().get("memory", 0.0)
-    slots = plan.workers if plan.synchronous else 2  # messages and replies on their way
-    needed = len(cut(plan, shards)) * _PROCESS + held + slots * plan.layout.nbytes
-    if needed > memory:
-        raise CenterError(
-            f"A center of {held / 1e9:.3g} GB in {shards} shards needs about {needed / 1e9:.3g} GB "
-            f"of memory; the cluster has {memory / 1e9:.3g} GB. Use fewer shards, or add machines."
-        )
-    return shards
+def _where(storage: str | None) -> str:
+    return f"in {storage}" if storage else "nowhere"

@@ -19,6 +19,7 @@ from springline.launch.state import NAME as STATE_NAME
 from springline.launch.state import CenterStatus
 
 CENTER, LOCK = "center", "lock"
+RUNS = "runs"  # where runs are, if nothing else is said
 _OURS = {CENTER, LOCK, STATE_NAME, "metrics"}
 _LEAVING = 10.0  # seconds that workers of a launcher that was killed may take to be gone
 
@@ -125,7 +126,7 @@ def is_at_work(path: Path) -> bool:
 
 
 def _new() -> Path:
-    parent = Path("runs").absolute()
+    parent = Path(RUNS).absolute()
     parent.mkdir(exist_ok=True)
     name = time.strftime("%Y-%m-%d-%H%M%S")
     for n in range(1, 1000):

@@ -69,14 +69,26 @@ class Keeper:
         """
         self._stop.set()
         self._thread.join()
-        final = self._directory / FINAL
         center = self._open()
-        if center is None:  # no worker has come so far in this run; one before it may have
-            return final if final.exists() else newest(self._checkpoint)
+        if center is None:
+            return self._left()
         with center:
-            write_tensors(final, with_extras(self._directory / CENTER, center.values()))
+            final = self._write(with_extras(self._directory / CENTER, center.values()))
             self._retire(center)
         self.saved = time.time()
+        return final
+
+    def _left(self) -> Path | None:
+        """Return what is left where there is no center any more.
+
+        No worker has come so far in this launch; in one before it, one may have.
+        """
+        final = self._directory / FINAL
+        return final if final.exists() else newest(self._checkpoint)
+
+    def _write(self, tensors: Mapping[str, NDArray[Any]]) -> Path:
+        final = self._directory / FINAL
+        write_tensors(final, tensors)
         return final
 
     @property
@@ -153,7 +165,7 @@ def _find_center(directory: Path) -> tuple[Mapping[str, NDArray[Any]], str]:
     except CenterError:
         saved = newest(place / CHECKPOINT_NAME)
     if saved is not None:
-        return with_extras(place, _read(saved, "center/")), f"from {saved}"
+        return read_center(place, saved), f"from {saved}"
     if (directory / FINAL).exists():
         return _read(directory / FINAL, ""), f"from {directory / FINAL}"
     state = LaunchState.last(directory)
@@ -163,6 +175,11 @@ def _find_center(directory: Path) -> tuple[Mapping[str, NDArray[Any]], str]:
             "left of it is what the script has saved (`swapping_saver`)."
         )
     raise LaunchError(f"The run in {directory} has no center yet: no worker has made one.")
+
+
+def read_center(place: Path, checkpoint: Path) -> Mapping[str, NDArray[Any]]:
+    """Return the center of a checkpoint, with what the workers have left beside it."""
+    return with_extras(place, _read(checkpoint, "center/"))
 
 
 def _modified(path: Path) -> float | None:

@@ -82,6 +82,7 @@ class Launcher:
         self.workers, self.ps = len(self._processes), len(self._servers)
         self.address = asked.address
         self.center_name = self._place.center_name
+        self.resumable = self._place.resumable
         self.center: Path | None = None  # where it is, at the end
         self.failed: Task | None = None  # the one that ended the run
         self._state = LaunchState(
@@ -110,9 +111,9 @@ class Launcher:
             The exit status: 0 if every worker finished, 1 if one failed for good, 128 + its number
             if a signal ended the run.
         """
-        self._place.begin()
-        try:
-            with hearing() as self._heard:
+        with hearing() as self._heard:
+            try:
+                self._place.begin()
                 try:
                     for process in (*self._servers, *self._processes):
                         process.start()
@@ -125,9 +126,9 @@ class Launcher:
                     self._keep_center()
                     self._state.ended = time.time()
                     self._record()
-        finally:
-            self._place.release()
-            self._claim.release()
+            finally:
+                self._place.release()
+                self._claim.release()
         return self._status or 0
 
     def _watch(self, tick: Callable[[], None]) -> None:

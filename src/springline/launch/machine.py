@@ -23,10 +23,12 @@ class Place:
         keeper: the center's.
         rescue: what to do if the center could not be saved at the end.
         center_name: what the center is called, if it has a name.
+        resumable: whether the run can go on after it was stopped.
     """
 
     rescue = ""
     center_name: str | None = None
+    resumable = True
 
     def __init__(self, workers: Sequence[Task], servers: Sequence[Task], keeper: Keeper) -> None:
         self.workers = list(workers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import logging
 import os
 import time
@@ -15,21 +15,20 @@ import ray
 from ray.exceptions import RayError
 
 from springline.center import CenterError, CheckpointError
-from springline.center.ray import LINGER, NAMESPACE
+from springline.center.ray_peer import OPTIONS
 from springline.center.shared import LAYOUT_NAME
 from springline.cluster import Cluster
-from springline.launch.directory import CENTER, LaunchError
+from springline.launch.directory import CENTER, RUNS, LaunchError
+from springline.launch.home import center_name, check_center, storage_of
 from springline.launch.host import Assignment, put_token
 from springline.launch.machine import Place, Say
 from springline.launch.remote import RemoteWorker
-from springline.launch.request import NO_STORAGE, ClusterRequest
+from springline.launch.request import ClusterRequest
 from springline.launch.room import check_room, free, needs, nodes
-from springline.launch.state import CenterStatus, LaunchState
 from springline.launch.task import Task
-from springline.launch.watch import CenterWatch, ClusterKeeper, open_center
+from springline.launch.watch import CenterWatch, ClusterKeeper
 
 _log = logging.getLogger("springline")
-_SHARDS = "shards"
 _WAIT = 10.0  # seconds after which we say that a worker has not started
 _AGAIN = 60.0  # seconds after which a warning is said again
 _LONG = 160  # letters of it
@@ -99,8 +98,8 @@ class Machines(Place):
         name = center_name(directory)
         self._node = ray.get_runtime_context().get_node_id()
         address = ray.get_runtime_context().gcs_address
-        storage = _storage(asked, directory)
-        _check_center(directory, name, storage)
+        storage = storage_of(asked, directory)
+        check_center(directory, name, storage)
         self._cluster = Cluster(address, name, asked.shards, storage)
         self._say = say
         self._asked = asked
@@ -126,6 +125,7 @@ class Machines(Place):
         self._keeper = ClusterKeeper(directory, checkpoint_every, say, name)
         super().__init__(self._workers, [], self._keeper)
         self.center_name = name
+        self.resumable = storage is not None
         self.rescue = "It may still be on the cluster, where the run then goes on."
 
     def begin(self) -> None:
@@ -203,54 +203,25 @@ class _Sayer(logging.Handler):
             self._say(text if len(text) < _LONG else f"{text[:_LONG]} …")
 
 
-def connect_with(address: str, directory: str) -> None:
-    """Connect to the cluster anew, with a directory that Ray copies to every machine."""
+def connect_with(address: str, directory: str, run: Path) -> None:
+    """Connect to the cluster anew, with a directory that Ray copies to every machine.
+
+    Args:
+        address: the cluster's.
+        directory: to be copied, but for what runs have left in it.
+        run: the run's own directory.
+    """
     ray.shutdown()
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-    options["runtime_env"] = {"working_dir": directory}
+    left_out = [f"/{RUNS}/"]
+    with contextlib.suppress(ValueError):  # it is elsewhere
+        left_out.append(f"/{run.resolve().relative_to(Path(directory).resolve()).as_posix()}/")
+    copied = {"working_dir": directory, "excludes": left_out}
     try:
-        ray.init(address=address, namespace=NAMESPACE, **options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+        ray.init(address=address, runtime_env=copied, **OPTIONS)
+    except (ConnectionError, RayError, RuntimeError, ValueError) as error:
         raise LaunchError(
             f"The directory {directory} cannot be copied to the machines of the cluster: {error}"
         ) from error
-
-
-def center_name(directory: Path) -> str:
-    """Return the name of a run's center: the same one for the same directory.
-
-    >>> center_name(Path("/home/me/runs/digits"))
-    'digits-2d8421a4'
-    """
-    digest = hashlib.sha256(str(directory.absolute()).encode()).hexdigest()
-    return f"{directory.name}-{digest[:8]}"
-
-
-def _storage(asked: ClusterRequest, directory: Path) -> str | None:
-    """Return the run's own place for checkpoints, below the one that the user gave."""
-    if asked.storage == NO_STORAGE:
-        return None
-    if asked.storage:
-        between = "" if asked.storage.endswith("/") else "/"
-        return f"{asked.storage}{between}{center_name(directory)}"
-    return str(directory / CENTER / _SHARDS)
-
-
-def _check_center(directory: Path, name: str, storage: str | None) -> None:
-    """Refuse a run whose center is gone, and a new one that would find another run's."""
-    made = CenterStatus.read(directory / CENTER) is not None
-    if made and storage is None and not open_center(name):
-        raise LaunchError(
-            f"The run in {directory} was started with `--storage none`: its center is gone, "
-            "and it cannot go on. Start a new one."
-        )
-    if not made and LaunchState.last(directory) is None and open_center(name):
-        raise LaunchError(
-            f"The run in {directory} is new, but its center, {name}, is on the cluster already: "
-            "that of an earlier run in a directory of the same name. Wait until it has retired, "
-            f"{LINGER / 60:.0f} minutes after its last worker has left, or start in another "
-            "directory with `--run`."
-        )
 
 
 def _surroundings(environment: Mapping[str, str]) -> dict[str, str]:

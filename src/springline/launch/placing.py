@@ -67,7 +67,7 @@ def find_place(
     from springline.launch.room import room
 
     if asked.working_dir:
-        connect_with(asked.address, asked.working_dir)
+        connect_with(asked.address, asked.working_dir, directory)
     workers = _number(claim, workers, room(asked))
     place = Machines(str(script), list(arguments), directory, workers, asked, every, say)
     return place, asked

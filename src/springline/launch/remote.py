@@ -159,6 +159,8 @@ class RemoteWorker(Task):
         fetched = self._take(news)
         if self._kill_at is not None:
             self._kill_at = time.monotonic() + _PATIENCE  # it answers
+            if not news.ended:
+                self._host.kill.remote()  # the first one may have been lost
         if news.stopping and not Run(self._directory).stopping():
             Run(self._directory).stop()
         if news.ended and not (fetched and news.pieces):

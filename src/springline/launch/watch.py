@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -13,14 +14,18 @@ from typing import Any
 from ray.exceptions import RayError
 
 from springline.center import CenterError
+from springline.center.checkpoint import newest
 from springline.center.ray import RayCenter
+from springline.center.served.peer import PeerLostError
 from springline.launch.directory import CENTER
-from springline.launch.keeper import Keeper
+from springline.launch.keeper import Keeper, read_center
 from springline.launch.state import CenterStatus
 
 _EVERY = 1.0  # seconds between two looks at the center
 _LAST = 5.0  # seconds that the last look may take, and the end if somebody is in a hurry
+_TROUBLE = 10.0  # seconds between two questions whether shards are in trouble
 _SAVING = 300.0  # seconds that reading and saving a center may take at the end
+_log = logging.getLogger("springline")
 
 
 class ClusterKeeper(Keeper):
@@ -80,6 +85,16 @@ class ClusterKeeper(Keeper):
         center.save(self._checkpoint)
         center.retire()
 
+    def _left(self) -> Path | None:
+        saved = newest(self._checkpoint)
+        if self.saved == self._before or saved is None:  # no worker has come in this launch
+            return super()._left()
+        self._say(
+            "The center is not on the cluster any more: it is taken from its last checkpoint here, "
+            f"of {time.strftime('%H:%M:%S', time.localtime(saved.stat().st_mtime))}."
+        )
+        return self._write(read_center(self._directory / CENTER, saved))
+
     def _pause(self) -> float:
         return self._every if self.saved != self._before else min(self._every, _EVERY)
 
@@ -96,6 +111,7 @@ class CenterWatch:
         self._directory = directory / CENTER
         self._name = name
         self._last: CenterStatus | None = None
+        self._listen_at = 0.0
         self._head: Any = None
         self._stop = threading.Event()
         self._once_more = False
@@ -139,6 +155,8 @@ class CenterWatch:
             return
         with center:
             self._head = center.head
+            self._head.tell("stay")  # also if all workers have left it, as long as the run goes on
+            self._hear_of_trouble(center)
             self._last = CenterStatus(
                 center.plan.to_json(),
                 center.version,
@@ -146,6 +164,17 @@ class CenterWatch:
                 [(rank.steps, rank.exchanges, rank.seconds) for rank in center.progress()],
             )
         self._last.write(self._directory)
+
+    def _hear_of_trouble(self, center: RayCenter) -> None:
+        """Say, once in a while, which shards could not write their checkpoints."""
+        if time.monotonic() < self._listen_at:
+            return
+        self._listen_at = time.monotonic() + _TROUBLE
+        asked = [(peer.name, peer.ask("trouble")) for peer in center.shards]
+        for name, pending in asked:
+            with contextlib.suppress(TimeoutError, PeerLostError):  # the next time will do
+                if trouble := pending.result(_EVERY):
+                    _log.warning("No checkpoint of %s: %s", name, trouble)
 
 
 def _no_answer(error: RayError) -> CenterError:

@@ -6,9 +6,7 @@ script, whatever that does meanwhile. Texts travel as bytes, never as pickles.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -18,13 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from springline.center.collective.roll import Roll
 from springline.center.errors import CenterError, RoundTimeoutError
 from springline.center.waiting import WARN_EVERY
 
 _SLICE = timedelta(seconds=1)  # torch's wait hears no signal
 TELL = 5.0  # seconds of waiting after which a rank says so, for the others' warnings
-GRACE = 3.0  # seconds in which those who wait tell each other so, after a failure
-_PAUSE = 0.01
 _log = logging.getLogger("springline")
 
 
@@ -43,12 +40,12 @@ class Group:
         self.timeout = timeout
         self.broken = False
         self._rounds = 0
-        self._store: Any = None
+        self._roll: Roll | None = None
         self.device = torch.device("cpu")
         self._own: Any = group
         if isinstance(group, dist.ProcessGroup):
             self._own = self._guard("the start", lambda: self._new(group))
-            self._store = self._own.get_group_store()
+            self._roll = Roll(self._own.get_group_store(), self.rank, self.size)
 
     def _new(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         backends = dict(
@@ -101,8 +98,8 @@ class Group:
 
         Without it the end of one process may reset a connection that another is still reading.
         """
-        if not self.broken:
-            self._here("parts")
+        if not self.broken and self._roll:
+            self._roll.part()
 
     def close(self) -> None:
         """Use the group no more.
@@ -138,34 +135,33 @@ class Group:
             return
         since = time.monotonic()
         warn_at = since + WARN_EVERY
-        told = False
-        while True:
-            try:
-                work.wait(_SLICE)
-            except RuntimeError:
-                if work.is_completed():
-                    work.wait()  # raises what is wrong, if it was not just in time
-                    return
+        try:
+            while not self._is_done(work):
                 waited = time.monotonic() - since
-                if waited > TELL and not told:
-                    told = True
-                    threading.Thread(target=self._here, args=(self._point,), daemon=True).start()
+                if self._roll and waited > TELL:
+                    self._roll.wait_at(self._point)
                 if self.timeout is None and time.monotonic() > warn_at:
                     warn_at += WARN_EVERY
-                    _log.warning(
-                        "Rank %d waits for %s since %.0f s; %s.",
-                        self.rank,
-                        what,
-                        waited,
-                        self._who(),
-                    )
-            else:
-                return
+                    words = self.rank, what, waited, self._who(failed=False)
+                    _log.warning("Rank %d waits for %s since %.0f s; %s.", *words)
+        finally:
+            if self._roll:
+                self._roll.go_on()
+
+    def _is_done(self, work: Any) -> bool:
+        """Wait for a moment; return whether that was enough."""
+        try:
+            work.wait(_SLICE)
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+            work.wait()  # raises what is wrong, if it was not just in time
+        return True
 
     def _failed(self, what: str, error: RuntimeError) -> CenterError:
         reason = str(error).strip().splitlines()[0]
         late = "timed out" in reason.lower() or "timeout" in reason.lower()
-        who = self._who()
+        who = self._who(failed=True)
         advice = (
             "A process group cannot go on without one of its ranks: end this process and start all "
             "of them again, as `torchrun --max-restarts` does; they go on from the last checkpoint."
@@ -182,35 +178,11 @@ class Group:
     def _point(self) -> str:
         return f"round {self._rounds}"
 
-    def _who(self) -> str:
-        """Name who does not say within a few seconds that it is waiting, too."""
-        here = self._here(self._point)
-        if here is None:
+    def _who(self, failed: bool) -> str:
+        """Name those who give no sign that they are waiting, too."""
+        missing = self._roll.missing(self._point, failed) if self._roll else None
+        if missing is None:
             return "which of the other ranks is missing cannot be known"
-        missing = sorted(set(range(self.size)) - here)
         if missing:
             return "missing: " + ", ".join(f"rank {rank}" for rank in missing)
         return "all ranks are there, so that it is the connection between them"
-
-    def _here(self, what: str) -> set[int] | None:
-        """Tell the store that this rank is at some point; return who tells it soon."""
-        store, here, answered = self._store, {self.rank}, []
-        if store is None:
-            return None
-
-        def ask() -> None:
-            # The store is with rank 0, or with torchrun, and may be gone as well.
-            with contextlib.suppress(RuntimeError):
-                store.set(f"springline/{what}/{self.rank}", "here")
-                end = time.monotonic() + GRACE
-                while len(here) < self.size and time.monotonic() < end:
-                    for rank in set(range(self.size)) - here:
-                        if store.check([f"springline/{what}/{rank}"]):
-                            here.add(rank)
-                    time.sleep(_PAUSE)
-                answered.append(True)
-
-        asking = threading.Thread(target=ask, daemon=True)
-        asking.start()
-        asking.join(GRACE + 2)
-        return here if answered else None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
-from springline.center.errors import CenterError
 from springline.center.served.storage import Saved, Storage
 
 _log = logging.getLogger("springline")
@@ -22,7 +22,7 @@ class Checkpoints:
         collect: returns what is to be written.
 
     Attributes:
-        problem: why the storage cannot be used, if it cannot.
+        failed: why the last one could not be written, if it could not.
     """
 
     def __init__(
@@ -37,20 +37,22 @@ class Checkpoints:
         self._table = threading.Lock()
         self._saving = threading.Lock()
         self._storage: Storage | None = None
-        self.problem: CenterError | None = None
-        try:
-            self._storage = Storage(place)
-        except CenterError as error:
-            self.problem = error
+        self.failed: str | None = None
+
+    def open(self) -> Storage:
+        """Open the storage, unless it is.
+
+        Raises:
+            CheckpointError: it cannot be used.
+        """
+        if self._storage is None:
+            self._storage = Storage(self.place)
+            threading.Thread(target=self._keep, name="checkpoints", daemon=True).start()
+        return self._storage
 
     def read(self) -> Saved | None:
         """Return the newest checkpoint, if there is one."""
-        return self._storage.read(self._name) if self._storage else None
-
-    def start(self) -> None:
-        """Write checkpoints when they are due, from now on."""
-        if self._storage:
-            threading.Thread(target=self._keep, name="checkpoints", daemon=True).start()
+        return self.open().read(self._name)
 
     def count(self) -> None:
         """Count an exchange."""
@@ -61,12 +63,10 @@ class Checkpoints:
 
     def save(self) -> None:
         """Write a checkpoint now."""
-        if self._storage is None:
-            return
         with self._saving:
             with self._table:
                 since = self._since
-            self._storage.write(self._name, *self._collect())
+            self.open().write(self._name, *self._collect())
             with self._table:
                 self._since -= since
 
@@ -75,8 +75,12 @@ class Checkpoints:
         while True:
             self._due.wait(self._seconds)
             self._due.clear()
-            if self._since:
-                try:
-                    self.save()
-                except Exception as error:  # the next one may do
-                    _log.warning("No checkpoint of %s: %s", self._name, error)
+            if not self._since:
+                continue
+            try:
+                self.save()
+                self.failed = None
+            except Exception as error:  # the next one may do
+                self.failed = f"{type(error).__name__}: {error}"
+                _log.warning("No checkpoint of %s: %s", self._name, error)
+                time.sleep(self._seconds)  # not at every exchange from now on

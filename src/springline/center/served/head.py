@@ -14,17 +14,15 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from springline.center.errors import CenterError, rank_in_use
+from springline.center.errors import EndedError, forgotten, rank_in_use, taken_over
+from springline.center.served.founding import Founding
 from springline.center.served.messages import Row
-from springline.center.served.seats import Seat, Seats, TakenOverError
-from springline.center.served.storage import Storage
+from springline.center.served.seats import Seat, Seats
 
 BEAT = 0.5  # seconds between two signs of life of a member
 GRACE = 10.0  # seconds without one after which a member counts as dead
 _TICK = 0.25  # seconds between two looks at who is alive
 _ANEW = 4 * BEAT  # seconds that members have to join a head that was started again
-_LEASE = 30.0  # seconds that whoever makes the center may be silent
-_NAME = "head"
 AskRows = Callable[[int], Awaitable[tuple[dict[int, Row], int]]]
 
 
@@ -38,7 +36,7 @@ class Look:
     description: dict[str, Any]
 
 
-class Head:
+class Head(Founding):
     """The head of one center.
 
     Args:
@@ -48,61 +46,24 @@ class Head:
     """
 
     def __init__(self, ask_rows: AskRows, storage: str | None = None, grace: float = GRACE) -> None:
+        super().__init__(storage)
         self._ask_rows = ask_rows
         self._grace = grace
         self._seats = Seats(grace)
-        self._storage: Storage | None = None
-        self._problem: CenterError | None = None  # with the storage, said to whoever comes
-        self._description = self._open(storage) if storage else None
-        self._known = self._description is None  # whether the rows are those of the shards
-        if self._description:  # we were started again: the members have to join anew
-            self._seats.quiet_until = time.monotonic() + _ANEW
-        self._creator: tuple[str, float] | None = None
+        self._known = False  # whether the rows are those of the shards
         self._rows: dict[int, Row] = {}
         self._started = False
         self._change = asyncio.Event()
         self._ticking: asyncio.Future[None] | None = None
         self._ending = False
 
-    # How a center comes to be.
-
-    async def claim(self, who: str) -> dict[str, Any] | None:
-        """Wait for the center; or return None to one caller, who is to make it and to `publish`.
-
-        That one calls again while it is at it. Should it not for half a minute, another may.
-        """
-        if self._problem:
-            raise self._problem
-        while self._description is None:
-            now = time.monotonic()
-            if self._creator is None or who == self._creator[0] or now > self._creator[1]:
-                self._creator = who, now + _LEASE
-                return None
-            await asyncio.sleep(_TICK)
-        return self._description
-
-    async def publish(self, who: str, description: dict[str, Any]) -> bool:
-        """Let the center be there; False if another has made it meanwhile."""
-        if self._description is not None or self._creator is None or self._creator[0] != who:
-            return False
-        if self._storage:
-            self._storage.write(_NAME, description)
-        self._description = description
-        self._known = False
-        await self._know()
-        return True
-
-    async def release(self, who: str) -> None:
-        """Let another make the center: this one could not."""
-        if self._creator and self._creator[0] == who:
-            self._creator = None
-
     async def look(self) -> Look | None:
         """Return what is known; None while there is no center."""
-        if self._description is None:
+        if not self.is_there() or self.description is None:
             return None
-        await self._know()
-        return Look(self._seats.alive(), dict(self._rows), self._seats.closed, self._description)
+        if not self._known:
+            await self._ask()
+        return Look(self._seats.alive(), dict(self._rows), self._seats.closed, self.description)
 
     # Members.
 
@@ -116,11 +77,10 @@ class Head:
         Returns:
             The incarnation, how far the rank has come, and the last closed round.
         """
-        if self._description is None or self._ending:
-            raise CenterError(
-                "The center is being ended, or its head was started again without a storage and "
-                "does not know it any more. Start a new run, with a storage (`--storage`)."
-            )
+        if self._ending:
+            raise EndedError("The center is being ended. Start the run again.")
+        if not self.is_there():
+            raise self.problem or forgotten()
         await self._ask()  # its last life may have said less to us than to the shards
         asked = time.monotonic()
         while (holder := self._seats.of.get(rank)) and holder.incarnation != incarnation:
@@ -137,10 +97,7 @@ class Head:
         if incarnation is None:
             incarnation = max(row.incarnation + 1, time.time_ns())
         elif incarnation < max(row.incarnation, holder.incarnation if holder else 0):
-            raise TakenOverError(
-                f"Rank {rank} has been taken over by another worker meanwhile (this one was not "
-                "heard of for too long). Start it again to take part."
-            )
+            raise taken_over(rank)
         this = self._seats.closed + 1
         late = new and bool(self._seats.contributing(this))  # it is in the next round
         settled = this if late else this - 1
@@ -204,7 +161,7 @@ class Head:
                 self._changed()
             elif not self._close(this):
                 if time.monotonic() >= deadline:
-                    return pending
+                    return pending or self._seats.contributing(this)
                 await self._wait(deadline)
 
     async def settle(self, rank: int, incarnation: int, number: int, contributed: bool) -> bool:
@@ -236,16 +193,6 @@ class Head:
         """Return who has contributed to the round that is open."""
         return self._seats.contributing(self._seats.closed + 1)
 
-    def _open(self, place: str) -> dict[str, Any] | None:
-        """Open the storage; return what the center is, if it is written down there."""
-        try:
-            self._storage = Storage(place)
-            saved = self._storage.read(_NAME)
-        except CenterError as error:
-            self._problem = error
-            return None
-        return saved[0] if saved else None
-
     def _close(self, number: int) -> bool:
         """Close a round if it waits for nobody; return whether it is closed."""
         if self._seats.close(number):
@@ -259,22 +206,20 @@ class Head:
 
     @property
     def _workers(self) -> int:
-        return int(self._description["plan"]["settings"]["workers"]) if self._description else 0
-
-    async def _know(self) -> None:
-        """Ask the shards how far everybody has come, if we have not yet."""
-        if not self._known:
-            await self._ask()
+        return int(self.description["plan"]["settings"]["workers"]) if self.description else 0
 
     async def _ask(self) -> None:
-        if self._description is None:
+        """Ask the shards how far everybody has come."""
+        if self.description is None:
             return
-        rows, closed = await self._ask_rows(self._description["shards"])
+        rows, closed = await self._ask_rows(self.description["shards"])
         for rank, row in rows.items():
             self._note(rank, row.incarnation, row)
         self._seats.closed = max(self._seats.closed, closed)
         if not self._known:
             self._known = True
+            if self.found:  # we were started again: the members have to join anew
+                self._seats.quiet_until = time.monotonic() + _ANEW
             # It had started if anybody has exchanged.
             self._started = self._started or any(row.exchanges for row in rows.values())
 

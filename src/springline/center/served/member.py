@@ -15,13 +15,19 @@ import numpy as np
 
 from springline.center.blocks import Block, Part, RefusedError, make_message, non_finite
 from springline.center.center import Local, Member
-from springline.center.errors import CenterError, NonFiniteError, RankError
+from springline.center.errors import (
+    CenterError,
+    EndedError,
+    NonFiniteError,
+    RankError,
+    TakenOverError,
+)
 from springline.center.layout import Bytes
 from springline.center.served.head import BEAT
 from springline.center.served.messages import Message, Reply, Row, Sender, span
 from springline.center.served.peer import Call, PeerLostError
 from springline.center.served.rounds import Rounds
-from springline.center.served.seats import NotAMemberError, TakenOverError
+from springline.center.served.seats import NotAMemberError
 from springline.center.waiting import wait_until
 from springline.rules.rule import CenterBlock, Rule
 
@@ -57,7 +63,11 @@ class ServedMember(Member):
         self._outgoing: Bytes | None = None  # for messages that are not `x` itself
         self._gone = threading.Event()
         threading.Thread(target=self._beat, name="springline beat", daemon=True).start()
-        self.ask_head("joined", rank, self._incarnation)
+        try:
+            self.ask_head("joined", rank, self._incarnation)
+        except BaseException:
+            self._gone.set()  # nobody has this seat
+            raise
 
     def exchange(self, local: Local) -> None:
         """Exchange with all shards at once; two threads of a worker take turns."""
@@ -251,9 +261,11 @@ class ServedMember(Member):
                 pending = self.center.head.ask("beat", self.rank, self._incarnation, self._row)
                 if not pending.result(BEAT) and not self.left:
                     self._join_anew(patience=None)  # nobody waits for this thread
+                    if self._gone.is_set():  # meanwhile
+                        self.center.head.tell("leave", self.rank, self._incarnation)
             except (TimeoutError, PeerLostError):
                 continue  # the next one will do
-            except (TakenOverError, RankError) as error:
+            except (TakenOverError, RankError, EndedError) as error:
                 self._problem = error
                 return
             except Exception as error:  # whatever it is, the next one may do

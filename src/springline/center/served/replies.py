@@ -16,9 +16,6 @@ class Replies:
         self._kept: dict[int, tuple[tuple[int, int], Reply]] = {}  # by rank; the oldest first
         self._table = threading.Lock()
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
     def keep(self, sender: Sender, reply: Reply) -> None:
         """Keep the reply to an exchange, and forget the oldest if there are too many."""
         with self._table:
@@ -38,8 +35,3 @@ class Replies:
         with self._table:
             if rank in self._kept and self._kept[rank][0] == tuple(at):
                 del self._kept[rank]
-
-    def clear(self) -> None:
-        """Forget all."""
-        with self._table:
-            self._kept.clear()

@@ -14,10 +14,6 @@ class NotAMemberError(CenterError):
     """The head does not know a member any more."""
 
 
-class TakenOverError(CenterError):
-    """Another worker has a member's rank."""
-
-
 @dataclass
 class Seat:
     """A member."""

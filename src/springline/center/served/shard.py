@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from springline.center.blocks import Block, Part, RefusedError, make_message, merge_message
-from springline.center.errors import CenterError
+from springline.center.errors import CenterError, forgotten, taken_over
 from springline.center.layout import Bytes, aligned_zeros
 from springline.center.plan import Plan, arrays_of, nbytes_of
 from springline.center.served.checkpoints import Checkpoints
@@ -76,6 +76,7 @@ class Shard:
             f"{self.name.capitalize()} of the center was started again and has no checkpoint to go "
             "on from. Start a new run, with a storage (`--storage`)."
         )
+        self._restoring = threading.Lock()
         self._checkpoints: Checkpoints | None = None
         if storage:
             self._checkpoints = Checkpoints(self.name, storage, every, self._collect)
@@ -83,14 +84,10 @@ class Shard:
 
     def initialise(self, center: Bytes, state: Bytes, steps: Sequence[int] = ()) -> None:
         """Give a new center its first values; they are in the storage when this returns."""
-        if self._checkpoints and self._checkpoints.problem:
-            raise self._checkpoints.problem
+        if self._checkpoints:
+            self._checkpoints.open()
         if any(row.incarnation for row in self._rows.values()):
-            raise CenterError(
-                "This center has been trained, and its values are not replaced. Its head was "
-                "started again without a storage and does not know it any more: start a new run, "
-                "with a storage (`--storage`)."
-            )
+            raise forgotten()
         with self._turn:
             np.copyto(self._center, center)
             np.copyto(self._state, state)
@@ -107,7 +104,7 @@ class Shard:
             if repeat:
                 return repeat
             reply = self._apply(message)
-            if self._rule.adopts_message:
+            if self._rule.adopts_message or reply.refused is not None:
                 self._replies.keep(sender, reply)
             with self._table:
                 self._note(sender)
@@ -186,9 +183,13 @@ class Shard:
             return dict(self._rows), self._slots.reduced
 
     def save(self) -> None:
-        """Write a checkpoint now, if there is a storage."""
-        if self._checkpoints:
+        """Write a checkpoint now, if there is a storage; never over what could not be read."""
+        if self._checkpoints and self._ready:
             self._checkpoints.save()
+
+    def trouble(self) -> str | None:
+        """Return why the last checkpoint could not be written, if it could not."""
+        return self._checkpoints.failed if self._checkpoints else None
 
     def _collect(self) -> Saved:
         """Return what a checkpoint holds.
@@ -244,12 +245,14 @@ class Shard:
         with self._table:
             known = self._rows.get(sender.rank, Row()).incarnation
         if sender.incarnation < known:
-            raise CenterError(
-                f"Rank {sender.rank} has been taken over by another worker meanwhile (this one "
-                "was not heard of for too long). Start it again to take part."
-            )
+            raise taken_over(sender.rank)
 
     def _check_ready(self) -> None:
+        if self._ready:
+            return
+        with self._restoring:  # what could not be read may be there now
+            if not self._ready and self._checkpoints:
+                self._restore(self._checkpoints)
         if not self._ready:
             raise self._problem
 
@@ -283,28 +286,25 @@ class Shard:
 
     def _restore(self, checkpoints: Checkpoints) -> None:
         """Go on from the last checkpoint; what is wrong with it is said to whoever asks."""
-        if checkpoints.problem:
-            self._problem = checkpoints.problem
-            return
         try:
             saved = checkpoints.read()
         except CenterError as error:
             self._problem = error
-            saved = None
-        if saved:
-            header, tensors = saved
-            if header["span"] == [self._start, self._stop]:
-                np.copyto(self._center, tensors["center"])
-                np.copyto(self._state, tensors["state"])
-                self._rows = {int(rank): Row(*values) for rank, values in header["rows"].items()}
-                self._slots = Slots(header["round"])
-                self._ready = True
-            else:  # a new center may replace it
-                self._problem = CenterError(
-                    f"The checkpoint of {self.name} in {checkpoints.place} is of another model, or "
-                    "of another number of shards. Give another storage, or the same shards."
-                )
-        checkpoints.start()
+            return
+        if saved is None:
+            return
+        header, tensors = saved
+        if header["span"] != [self._start, self._stop]:  # a new center may replace it
+            self._problem = CenterError(
+                f"The checkpoint of {self.name} in {checkpoints.place} is of another model, or of "
+                "another number of shards. Give another storage, or the same shards."
+            )
+            return
+        np.copyto(self._center, tensors["center"])
+        np.copyto(self._state, tensors["state"])
+        self._rows = {int(rank): Row(*values) for rank, values in header["rows"].items()}
+        self._slots = Slots(header["round"])
+        self._ready = True
 
 
 def _merge(block: Block, message: Message, c: Any) -> None:

@@ -89,6 +89,14 @@ class Storage:
         self._written[name] = newest[0]
         return newest[1]
 
+    def holds(self, name: str) -> bool:
+        """Whether there is a checkpoint of a name, whole or not."""
+        slots = [self._slot(name, number) for number in (0, 1)]
+        if self._fs is None:
+            return any(Path(slot).exists() for slot in slots)
+        self._fs.invalidate_cache()
+        return any(self._fs.exists(slot) for slot in slots)
+
     def _read_slot(self, path: str) -> tuple[int, Saved] | None:
         try:
             data = Path(path).read_bytes() if self._fs is None else self._fs.cat_file(path)

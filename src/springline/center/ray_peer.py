@@ -1,0 +1,239 @@
+"""Ray itself: how to connect to a cluster, and how the actors of a center are found and called."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from springline.center.errors import CenterError, EndedError
+from springline.center.served.messages import Reply
+from springline.center.served.peer import PeerLostError
+
+try:
+    import ray as ray  # for whoever needs it: here it is said how to install it
+    from ray.exceptions import (
+        GetTimeoutError,
+        ObjectLostError,
+        RayActorError,
+        RayTaskError,
+    )
+    from ray.exceptions import (
+        RayError as RayError,
+    )
+    from ray.util.scheduling_strategies import (
+        NodeAffinitySchedulingStrategy as NodeAffinitySchedulingStrategy,
+    )
+except ImportError as missing:
+    raise ImportError(
+        "A center on many machines needs Ray. Install it on every machine: "
+        "`pip install springline[ray]`."
+    ) from missing
+
+NAMESPACE = "springline"
+OPTIONS: Mapping[str, Any] = {  # of `ray.init`
+    "namespace": NAMESPACE,
+    "log_to_driver": False,
+    "logging_level": "ERROR",
+}
+PAUSE = 0.2  # seconds before an actor that is away is asked again
+
+
+class RayPeer:
+    """An actor.
+
+    Args:
+        name: what it is called in messages.
+        actor: its name on the cluster.
+        handle: the actor.
+    """
+
+    def __init__(self, name: str, actor: str, handle: Any) -> None:
+        self.name = name
+        self.actor = actor
+        self._handle = handle
+        self._probe: Any = None  # the question which life it is in, until it is answered
+
+    def ask(self, method: str, *arguments: Any) -> _Pending:
+        """Begin a call."""
+        return _Pending(self, getattr(self._handle, method).remote(*arguments))
+
+    async def answer(self, method: str, *arguments: Any) -> Any:
+        """Make a call, again and again while the actor is away, from another actor."""
+        while True:
+            try:
+                return await getattr(self._handle, method).remote(*arguments)
+            except RayActorError as error:
+                lost = self.lost(error)
+                if not isinstance(lost, PeerLostError):
+                    raise lost from error
+            await asyncio.sleep(PAUSE)
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        """Make a call whose answer nobody waits for."""
+        getattr(self._handle, method).options(num_returns=0).remote(*arguments)
+
+    def has_restarted(self, life: str) -> bool:
+        """Whether a shard is known to be in another life than that one; does not wait."""
+        if self._probe is None:
+            self._probe = self._handle.in_life.remote()
+        try:
+            now = ray.get(self._probe, timeout=0)
+        except GetTimeoutError:
+            return False  # it is away, or has not answered yet
+        except RayActorError:
+            now = life  # ask again
+        self._probe = None
+        return bool(now != life)
+
+    def lost(self, error: Exception) -> Exception:
+        """Return what a call to an actor that is gone raises: whether it comes back, or not."""
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        if "creation task" in lines[0]:
+            return CenterError(f"{self.name.capitalize()} could not start: {lines[-1]}")
+        try:
+            same = find(self.actor)._actor_id == self._handle._actor_id
+        except ValueError:
+            same = False
+        if same:
+            return PeerLostError(lines[0])
+        return EndedError(
+            f"{self.name.capitalize()} is gone for good: the center was ended. Start the run "
+            "again; it goes on from its storage, if it has one."
+        )
+
+
+class _Pending:
+    def __init__(self, peer: RayPeer, ref: Any) -> None:
+        self._peer = peer
+        self._ref = ref
+        self._answer: Any = None
+
+    def result(self, timeout: float) -> Any:
+        deadline = time.monotonic() + timeout
+        try:
+            self._answer = _get(self._ref, deadline)
+            return _whole(self._answer, deadline)
+        except TimeoutError as error:
+            if self._is_lost():
+                raise PeerLostError("it was started again before its answer was here") from error
+            raise
+        except RayTaskError as error:
+            raise (error.cause if isinstance(error.cause, Exception) else error) from None
+        except (RayActorError, ObjectLostError) as error:
+            raise self._peer.lost(error) from error
+
+    def _is_lost(self) -> bool:
+        """Whether the answer's data has gone with its shard: Ray may take minutes to notice."""
+        data = getattr(self._answer, "data", None)
+        return isinstance(data, Stored) and self._peer.has_restarted(data.life)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What stands for an answer's data: where it is, and the life of the shard that put it there.
+
+    The life is drawn by a shard when it starts.
+    """
+
+    ref: Any
+    life: str
+
+
+def _whole(answer: Any, deadline: float) -> Any:
+    """Return an answer with its data, for which a reference may stand."""
+    if isinstance(answer, Reply) and isinstance(answer.data, Stored):
+        return replace(answer, data=_get(answer.data.ref, deadline))
+    return answer
+
+
+def _get(ref: Any, deadline: float) -> Any:
+    """Return what a reference stands for, or raise TimeoutError.
+
+    We wait before we get: a `ray.get` that runs out of time throws away what has already come over
+    the network, and what takes longer than that would never be here.
+    """
+    ready, _ = ray.wait([ref], timeout=max(0.0, deadline - time.monotonic()), fetch_local=True)
+    if not ready:
+        raise TimeoutError
+    return ray.get(ref)
+
+
+def connect(address: str | None = None) -> None:
+    """Connect this process to a Ray cluster, unless it is.
+
+    Args:
+        address: `auto`, `HOST:PORT` or `ray://HOST:PORT`; None for the one this process is in.
+    """
+    if ray.is_initialized():
+        return
+    address = address or "auto"
+    where = "this machine" if address == "auto" else address
+    nobody = CenterError(
+        f"There is no Ray cluster at {where}. Start one with `ray start --head` on one machine and "
+        "`ray start --address HOST:6379` on the others, or give the address of one that runs."
+    )
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if address != "auto":
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+        except (OSError, ValueError) as error:
+            raise nobody from error
+    try:
+        ray.init(address=address, **OPTIONS)
+    except ConnectionAbortedError as error:  # said by the server for clients, so there is one
+        raise CenterError(
+            f"The Ray cluster at {address} does not let clients in: its server for them could not "
+            "start (logs/ray_client_server*.err on its head node). Start that node with "
+            "`GRPC_ENABLE_FORK_SUPPORT=0 ray start --head`, which helps with a recent grpcio."
+        ) from error
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        if address == "auto":
+            raise nobody from error
+        raise CenterError(
+            f"Cannot join the Ray cluster at {address}: {error} Every machine needs the same "
+            "versions of Ray and Python and a node of the cluster (`ray start --address "
+            "HOST:6379`); from a machine without one, use ray://HOST:10001 or `ray job submit`."
+        ) from error
+
+
+def head_name(name: str) -> str:
+    """Return what the head of a center is called on the cluster."""
+    return f"{name}/head"
+
+
+def shard_name(name: str, number: int) -> str:
+    """Return what a shard of a center is called on the cluster."""
+    return f"{name}/shard-{number}"
+
+
+def shards_named(name: str) -> dict[str, Any]:
+    """Return all shards of a center that are on the cluster, by their names there."""
+    found = {}
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["namespace"] == NAMESPACE and actor["name"].startswith(f"{name}/shard-"):
+            with contextlib.suppress(ValueError):  # it has just ended
+                found[actor["name"]] = find(actor["name"])
+    return found
+
+
+def head_peer(name: str, handle: Any) -> RayPeer:
+    """Return a center's head, to be called."""
+    return RayPeer("the center's head", head_name(name), handle)
+
+
+def shard_peers(name: str, handles: Sequence[Any]) -> list[RayPeer]:
+    """Return a center's shards, to be called."""
+    return [
+        RayPeer(f"shard {k} of the center", shard_name(name, k), handle)
+        for k, handle in enumerate(handles)
+    ]
+
+
+def find(name: str) -> Any:
+    """Return an actor by its name on the cluster; ValueError if there is none."""
+    return ray.get_actor(name, namespace=NAMESPACE)
