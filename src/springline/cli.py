@@ -105,7 +105,7 @@ def run(
     working_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Copied to every machine; SCRIPT is run from there.",
+            help="Copied to every machine, but for runs/; SCRIPT is run from there.",
             metavar="DIR",
             rich_help_panel=_CLUSTER,
         ),

@@ -5,8 +5,8 @@
     SPRINGLINE_SHARDS     into how many the center is cut, if somebody has said so
     SPRINGLINE_STORAGE    where its shards keep checkpoints, if anywhere
 
-`springline run --address` sets them. A process that it has not started, on any machine that
-reaches the cluster, takes part with these, SPRINGLINE_RANK and SPRINGLINE_WORKERS.
+`springline run --address` sets them. Without it, processes on any machine that reaches the cluster
+meet with these, SPRINGLINE_RANK and SPRINGLINE_WORKERS.
 """
 
 from __future__ import annotations

@@ -236,11 +236,16 @@ def test_what_is_missing_on_a_machine_is_said_in_a_sentence(command, cluster, ru
 def test_the_working_directory_is_copied(command, cluster, run, script, tmp_path):
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "beside.py").write_text("WORD = 'beside'")
-    script("import os, beside\nprint(beside.WORD, os.getcwd())\n", "project/main.py")
+    (tmp_path / "project" / "runs").mkdir()
+    (tmp_path / "project" / "runs" / "old").touch()
+    script(
+        "import os, beside\nprint(beside.WORD, os.path.exists('runs'), os.getcwd())\n",
+        "project/main.py",
+    )
     words = ["--address", "auto", "--workers", 1, "--run", run.path, "--working-dir", "project"]
     ran = command("run", *words, "project/main.py")
     assert ran.process.returncode == 0, ran.output
-    assert re.search(r"^beside .*_ray_pkg_", run.log(0), re.MULTILINE)
+    assert re.search(r"^beside False .*_ray_pkg_", run.log(0), re.MULTILINE)
 
 
 @pytest.mark.slow
