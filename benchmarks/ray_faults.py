@@ -122,8 +122,9 @@ them: an exchange has a part in every shard.
 - **Everything.** The storage is what the run goes on from. The wait is mostly the start of three
   Ray nodes and of the workers. The machine of Ray's own head is such a case: without it there is no
   cluster until it is started again.
-- **`springline run` killed.** Its workers end with it, perhaps in the middle of an exchange. The center stays on the cluster, for ten
-  minutes, and a run that is started again with the same `--run` goes on from there.
+- **`springline run` killed.** Its workers end with it, perhaps in the middle of an exchange. The
+  center stays on the cluster, for ten minutes, and a run that is started again with the same
+  `--run` goes on from there.
 - **A link down.** Nothing is lost and nothing is applied twice. The wait is longer than the link
   was down, since TCP tries again in intervals that double. A machine that is away for longer than
   Ray waits is declared dead, and its node ends when it is back: that row is with Ray looking
