@@ -1,16 +1,22 @@
 """What a run on a cluster does before and beside its workers, without a cluster."""
 
 import os
+import re
 import signal
 import tempfile
 import threading
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from launched import wait_for
 from ray.exceptions import RayError
+from safetensors.numpy import load_file
 
-from springline.center import CenterError
+from served import Service
+from springline import ElasticAverage
+from springline.center import CenterError, Layout, LocalCenter
 from springline.center.served.storage import Storage
 from springline.cluster import Cluster
 from springline.launch import home, host, machines, watch
@@ -21,7 +27,9 @@ from springline.launch.host import Assignment, Host
 from springline.launch.remote import RemoteWorker
 from springline.launch.request import ClusterRequest
 from springline.launch.state import CenterStatus, LaunchState
-from springline.launch.watch import ClusterKeeper
+from springline.launch.watch import CenterWatch, ClusterKeeper
+
+LAYOUT, RULE = Layout.of({"w": np.zeros(4, np.float32)}), ElasticAverage(workers=2)
 
 
 def test_every_run_has_a_storage_of_its_own(tmp_path):
@@ -192,3 +200,55 @@ def test_a_cluster_that_does_not_answer_ends_no_keeper(tmp_path, monkeypatch):
         keeper.finish()
     assert str(raised.value) == sentence
     assert said == [f"No checkpoint: {sentence}"]
+
+
+def saved_center(run, value):
+    """Write a checkpoint of a center to a run's directory."""
+    (run / "center").mkdir(exist_ok=True)
+    center = LocalCenter(LAYOUT, RULE, {"w": np.full(4, value, np.float32)})
+    center.save(run / "center" / "checkpoint.safetensors")
+
+
+def test_a_center_that_has_left_the_cluster_is_taken_from_its_last_checkpoint(
+    tmp_path, monkeypatch
+):
+    """And not what an earlier launch has left."""
+    saved_center(tmp_path, 1.0)
+    (tmp_path / "center.safetensors").write_bytes(b"of an earlier launch")
+    said = []
+    keeper = ClusterKeeper(tmp_path, 30.0, said.append, "digits")
+    monkeypatch.setattr(watch, "open_center", lambda name: None)
+    keeper.start()
+    saved_center(tmp_path, 2.0)
+    keeper.saved = time.time()  # as if it had done so
+    final = keeper.finish()
+    assert final == tmp_path / "center.safetensors"
+    np.testing.assert_array_equal(load_file(final)["w"], 2)
+    assert re.match(r"The center is not on the cluster any more: it is taken from", said[0])
+
+
+def test_a_launch_without_workers_keeps_what_an_earlier_one_has_left(tmp_path, monkeypatch):
+    saved_center(tmp_path, 1.0)
+    (tmp_path / "center.safetensors").write_bytes(b"of an earlier launch")
+    keeper = ClusterKeeper(tmp_path, 30.0, [].append, "digits")
+    monkeypatch.setattr(watch, "open_center", lambda name: None)
+    keeper.start()
+    assert keeper.finish().read_bytes() == b"of an earlier launch"
+
+
+def test_a_shard_in_trouble_is_told_of_and_the_center_is_asked_to_stay(
+    tmp_path, monkeypatch, caplog
+):
+    service = Service(LAYOUT, RULE, {"w": np.zeros(4, np.float32)}, True, None)
+    told = []
+    service.head.tell = lambda *words: told.append(words)
+    service.shards[0].target.trouble = lambda: "OSError: no space left"
+    monkeypatch.setattr(watch, "open_center", lambda name: service.open())
+    looking = CenterWatch(tmp_path, "digits")
+    (tmp_path / "center").mkdir()
+    looking._look()
+    looking._look()  # it does not ask again at once
+    service.close()
+    assert caplog.messages == ["No checkpoint of shard 0: OSError: no space left"]
+    assert told == [("stay",)] * 2
+    assert CenterStatus.read(tmp_path / "center").version == 0
