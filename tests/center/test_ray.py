@@ -85,6 +85,30 @@ def test_shards_are_spread_over_the_machines(name):
     center.close()
 
 
+MAKE_A_HEAD = """
+import sys
+from springline.center.ray_actors import RayHead, make_actor
+from springline.center.ray_peer import connect, head_name, ray
+
+address, name = sys.argv[1:]
+connect(address)
+head = make_actor(RayHead, head_name(name), 10, "SPREAD", name, None, 10.0, 600.0)
+ray.get(head.look.remote())
+"""
+
+
+def test_all_actors_are_of_one_job(name, cluster):
+    """Else Ray may forget the head's class when a machine was cut off and comes back."""
+    subprocess.run([sys.executable, "-c", MAKE_A_HEAD, cluster.address, name], check=True)
+    make(name, shards=2)
+    jobs = {
+        ray.get(actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_job_id()))
+        for actor in actors_of(name).values()
+    }
+    assert len(jobs) == 1
+    assert jobs != {ray.get_runtime_context().get_job_id()}
+
+
 def net(seed=0):
     torch.manual_seed(seed)
     return torch.nn.Sequential(torch.nn.Linear(4, 300), torch.nn.BatchNorm1d(300), torch.nn.ReLU())

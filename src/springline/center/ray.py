@@ -20,8 +20,8 @@ from springline.center.center import check_layout, check_settings
 from springline.center.errors import CenterError, EndedError
 from springline.center.layout import Layout
 from springline.center.plan import Plan
-from springline.center.ray_actors import RayHead
-from springline.center.ray_making import Maker, OutrunError, digest, make_actor, make_shards
+from springline.center.ray_actors import RayHead, make_actor
+from springline.center.ray_making import Maker, OutrunError, digest, find_shards
 from springline.center.ray_peer import (
     NAMESPACE,
     PAUSE,
@@ -113,7 +113,7 @@ class RayCenter(ServedCenter):
         held = Plan.from_json(description["plan"])
         check_layout(held.layout, layout)
         check_settings(held.settings, plan.settings)
-        handles = make_shards(name, held, rule, description)
+        handles = find_shards(name, rule, head_peer(name, head), description)
         center = cls(name, description, [head, *handles])
         if description["digest"] != digest(layout, values):
             _log.warning(

@@ -8,11 +8,14 @@ import logging
 import sys
 import time
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 from springline.center.errors import CenterError
 from springline.center.ray_peer import (
+    NAMESPACE,
     PAUSE,
+    NodeAffinitySchedulingStrategy,
     RayError,
     RayPeer,
     Stored,
@@ -26,6 +29,7 @@ from springline.center.ray_peer import (
 from springline.center.served.head import Head
 from springline.center.served.messages import Row, latest
 from springline.center.served.shard import Shard
+from springline.rules.rule import Rule
 
 _SAVING = 60.0  # seconds that a shard may take to write itself for the last time
 _FIRST = 120.0  # seconds that the first member may take to come, at least
@@ -73,6 +77,15 @@ class RayHead(Head):
         self._linger = linger
         self._wanted = time.monotonic()  # when somebody last wanted the center to stay
         self._watch = asyncio.ensure_future(self._retire_when_idle())
+
+    async def make_shards(self, rule: Rule, description: Mapping[str, Any]) -> None:
+        """Make those shards that are not there.
+
+        They belong to the same job as this head. Ray forgets the classes of actors whose job has
+        ended twice, as that of a machine does that was cut off and comes back, unless the job has
+        made at least two actors that live on.
+        """
+        make_shards(self._name, rule, description)
 
     async def stay(self) -> None:
         """Stay for a while, though there may be no members."""
@@ -134,3 +147,32 @@ class RayHead(Head):
                 _log.warning("%s ends without a last checkpoint: %s", actor, error)
             ray.kill(handle)
         ray.kill(find(head_name(self._name)))
+
+
+def make_shards(name: str, rule: Rule, description: Mapping[str, Any]) -> None:
+    """Make those shards of a center that are not there."""
+    plan, asked, storage, every = (description[k] for k in ("plan", "asked", "storage", "every"))
+    concurrency = rule.workers + 8
+    # Each on the next machine, for as long as that is there.
+    nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
+    places = [NodeAffinitySchedulingStrategy(node, soft=True) for node in nodes]
+    for k in range(description["shards"]):
+        given = plan, rule, k, asked, storage, tuple(every)
+        make_actor(RayShard, shard_name(name, k), concurrency, places[k % len(places)], *given)
+
+
+def make_actor(kind: type, name: str, concurrency: int, where: Any, *arguments: Any) -> Any:
+    """Make an actor, or find the one of that name."""
+    options = {
+        "name": name,
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "num_cpus": 0,
+        "memory": 1,  # of an actor that asks for nothing at all, Ray minds no place
+        "max_restarts": -1,
+        "max_task_retries": 0,
+        "max_concurrency": concurrency,
+        "scheduling_strategy": where,
+    }
+    return ray.remote(kind).options(**options).remote(*arguments)

@@ -14,16 +14,7 @@ import numpy as np
 from springline.center.errors import CenterError, forgotten
 from springline.center.layout import Layout
 from springline.center.plan import Plan
-from springline.center.ray_actors import RayShard
-from springline.center.ray_peer import (
-    NAMESPACE,
-    NodeAffinitySchedulingStrategy,
-    RayPeer,
-    ray,
-    shard_name,
-    shard_peers,
-    shards_named,
-)
+from springline.center.ray_peer import RayPeer, find, ray, shard_name, shard_peers, shards_named
 from springline.center.served.center import first_parts
 from springline.center.served.messages import Row, cut
 from springline.center.served.peer import Call
@@ -82,7 +73,7 @@ class Maker:
         _end_what_is_left(self._name)
         if not self._is_ours():
             raise OutrunError
-        handles = make_shards(self._name, plan, self._rule, description)
+        handles = find_shards(self._name, self._rule, self._head, description)
         try:
             peers = zip(shard_peers(self._name, handles), parts, strict=True)
             calls = [Call(peer, "initialise", *part, steps) for peer, part in peers]
@@ -121,6 +112,12 @@ class Maker:
         )
 
 
+def find_shards(name: str, rule: Rule, head: RayPeer, description: Mapping[str, Any]) -> list[Any]:
+    """Return a center's shards, which its head makes if they are not there."""
+    Call(head, "make_shards", rule, description).result()
+    return [find(shard_name(name, k)) for k in range(description["shards"])]
+
+
 def _end_what_is_left(name: str) -> None:
     """End the shards of somebody who was killed while making the center."""
     for actor, handle in shards_named(name).items():
@@ -139,40 +136,6 @@ def digest(layout: Layout, values: Mapping[str, Any]) -> int:
         value: Any = np.ascontiguousarray(values[entry.name], entry.center_dtype)
         digest = zlib.crc32(value.reshape(-1).view(np.uint8), digest)
     return digest
-
-
-def make_shards(name: str, plan: Plan, rule: Rule, description: Mapping[str, Any]) -> list[Any]:
-    """Make a center's shards, or find those that are there."""
-    asked, storage, every = (description[key] for key in ("asked", "storage", "every"))
-    arguments = [
-        (description["plan"], rule, k, asked, storage, tuple(every))
-        for k in range(description["shards"])
-    ]
-    concurrency = plan.workers + 8
-    # Each on the next machine, for as long as that is there. Ray's own spreading looks at CPUs,
-    # of which shards ask for none.
-    nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
-    places = [NodeAffinitySchedulingStrategy(node, soft=True) for node in nodes]
-    return [
-        make_actor(RayShard, shard_name(name, k), concurrency, places[k % len(places)], *given)
-        for k, given in enumerate(arguments)
-    ]
-
-
-def make_actor(kind: type, name: str, concurrency: int, where: Any, *arguments: Any) -> Any:
-    """Make an actor, or find the one of that name."""
-    options = {
-        "name": name,
-        "namespace": NAMESPACE,
-        "lifetime": "detached",
-        "get_if_exists": True,
-        "num_cpus": 0,
-        "max_restarts": -1,
-        "max_task_retries": 0,
-        "max_concurrency": concurrency,
-        "scheduling_strategy": where,
-    }
-    return ray.remote(kind).options(**options).remote(*arguments)
 
 
 def _how_many(plan: Plan, shards: int | None) -> int:

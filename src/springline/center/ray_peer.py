@@ -194,8 +194,9 @@ def connect(address: str | None = None) -> None:
     except (ConnectionError, RuntimeError, ValueError) as error:
         if address == "auto":
             raise nobody from error
+        reason = str(error).strip().rstrip(".") or "it is of another kind, or of another version"
         raise CenterError(
-            f"Cannot join the Ray cluster at {address}: {error} Every machine needs the same "
+            f"Cannot join the Ray cluster at {address}: {reason}. Every machine needs the same "
             "versions of Ray and Python and a node of the cluster (`ray start --address "
             "HOST:6379`); from a machine without one, use ray://HOST:10001 or `ray job submit`."
         ) from error
