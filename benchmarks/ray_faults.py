@@ -105,9 +105,9 @@ of the run; *usually* is the median before. *Lost* counts exchanges once per sha
 them: an exchange has a part in every shard.
 
 - **A worker killed.** The others do not notice. The one that is started in its place with the same
-  rank gets its seat when the dead one has been silent for `grace`, 10 seconds, takes the center and
-  goes on at the step that the shards know. An exchange that was under way may have reached some
-  shards and not others.
+  rank gets its seat when the dead one has been silent for `grace`, 10 seconds (at once, if
+  `springline run` has seen it end), takes the center and goes on at the step that the shards know.
+  An exchange that was under way may have reached some shards and not others.
 - **A shard's process killed.** Ray starts it again within seconds and it goes on from its last
   checkpoint. Workers repeat what was not answered. Lost is what it had applied since, never more
   than `every`, and what came in while the checkpoint was written.

@@ -206,13 +206,18 @@ def plot(directory: RunArgument) -> None:
 
 @app.command()
 def export(
-    directory: RunArgument,
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN", help="A run's directory, or its center's place in a `--storage`."
+        ),
+    ],
     path: Annotated[Path, typer.Argument(metavar="PATH", help="The file to write.")],
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
 ) -> None:
     """Write a run's center as safetensors, under the model's own names."""
     with _clear_errors():
-        source = export_center(find_run(directory), path, force)
+        source = export_center(run, path, force)
     typer.echo(f"The center ({source}) is in {path}.")
 
 

@@ -2,7 +2,7 @@
 
     SPRINGLINE_RUN, SPRINGLINE_RANK, SPRINGLINE_WORKERS   set by `springline run`
     SPRINGLINE_ADDRESS, SPRINGLINE_CENTER, ...            and by `--address`: see `cluster.py`
-    RANK, WORLD_SIZE, LOCAL_WORLD_SIZE                    set by `torchrun`
+    RANK, WORLD_SIZE, MASTER_ADDR, LOCAL_WORLD_SIZE       set by `torchrun`, or as it does
 
 Without any, a script is a run of one worker.
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import time
@@ -35,6 +36,8 @@ from springline.rules.rule import Rule
 
 REPORT = "report.txt"
 _STOP_LOOK = 0.1  # seconds between two looks at RUN/stop
+_TORCHS = {"RANK", "WORLD_SIZE", "MASTER_ADDR"}  # what a process group needs
+_log = logging.getLogger("springline")
 
 
 @dataclass(frozen=True)
@@ -68,10 +71,12 @@ class Run:
         if "SPRINGLINE_RANK" in environment or "SPRINGLINE_WORKERS" in environment:
             rank = _number(environment, "SPRINGLINE_RANK", 0)
             workers = _number(environment, "SPRINGLINE_WORKERS", 1)
-        elif "TORCHELASTIC_RUN_ID" in environment:
+        elif environment.keys() >= _TORCHS or "TORCHELASTIC_RUN_ID" in environment:
             rank = _number(environment, "RANK", 0)
             workers = _number(environment, "WORLD_SIZE", 1)
-            if workers == _number(environment, "LOCAL_WORLD_SIZE", 1):
+            if environment.get("TORCHELASTIC_RUN_ID") and workers == _number(
+                environment, "LOCAL_WORLD_SIZE", 1
+            ):
                 # All ranks are on this machine, children of one agent.
                 directory = directory or f"runs/torchrun-{_parent()}"
         else:
@@ -177,6 +182,10 @@ def steps(total: int) -> Iterator[int]:
     run = Run.from_environment()
     start = max(run.start_step(), start_step())  # other machines may not see the run's directory
     run.begin(start, total)
+    if start >= total > 0:
+        _log.warning(
+            "Rank %d has made its %d steps already: nothing is left to do.", run.rank, total
+        )
     look_at = 0.0
     for step in range(start, total):
         if time.monotonic() >= look_at:

@@ -6,9 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
-from springline.center import CheckpointError
+from served import Service
+from springline import ElasticAverage, Worker
+from springline.center import CheckpointError, Layout
 from springline.center.served.storage import Storage
+from springline.launch.keeper import export
 
 TENSORS = {"center": np.arange(1000, dtype=np.uint8), "state": np.zeros(0, np.uint8)}
 
@@ -87,3 +91,26 @@ def test_a_relative_path_is_made_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Storage("store").write("head", {"a": 1})
     assert Storage(str(Path.cwd() / "store")).read("head") == ({"a": 1}, {})
+
+
+def test_a_center_can_be_taken_out_of_its_storage(tmp_path):
+    """Though its run's directory is gone."""
+    values = {"w": np.arange(300_000, dtype=np.float32), "b": np.ones(3, np.float64)}
+    rule = ElasticAverage(period=1, moving_rate=0.5)
+    place = tmp_path / "store"
+    service = Service(Layout.of(values), rule, values, True, None, storage=str(place))
+    worker = Worker(values, rule, service.open())
+    worker.parameters["b"] += 2
+    worker.exchange()
+    worker.finish()
+    for peer in service.shards:
+        peer.target.save()
+    service.close()
+    export(str(place), tmp_path / "center.safetensors")
+    found = load_file(tmp_path / "center.safetensors")
+    np.testing.assert_array_equal(found["w"], values["w"])
+    np.testing.assert_array_equal(found["b"], 2)
+    (place / "shard-1.0.safetensors").unlink()
+    (place / "shard-1.1.safetensors").unlink(missing_ok=True)
+    with pytest.raises(CheckpointError, match="no whole checkpoint of shard 1 in"):
+        export(str(place), tmp_path / "other.safetensors")

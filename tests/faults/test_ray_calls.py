@@ -1,6 +1,7 @@
 """Calls to a peer that is away for a while."""
 
 import logging
+import re
 import time
 
 import numpy as np
@@ -35,7 +36,9 @@ def test_that_it_is_away_is_said_once(monkeypatch, caplog):
     monkeypatch.setattr(peer, "_PAUSE", 0.001)
     with caplog.at_level(logging.WARNING, "springline"):
         assert Call(Away(5), "read").result() == "here"
-    assert caplog.messages == ["shard 0 is gone: no route. Asking again."]
+    gone, back = caplog.messages
+    assert gone == "shard 0 is gone. Asking again. (no route)"
+    assert re.fullmatch(r"shard 0 is back after 0\.\d s\.", back)
 
 
 def test_a_timeout_ends_it(monkeypatch):

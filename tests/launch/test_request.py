@@ -63,6 +63,12 @@ def test_a_report_makes_the_directory(tmp_path, monkeypatch):
     assert (tmp_path / "runs" / "digits").stat().st_mode & 0o777 == 0o700
 
 
+def test_ranks_of_a_process_group_that_torchrun_has_not_started():
+    told = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"}
+    assert Run.from_environment(told) == Run(None, 1, 2)
+    assert Run.from_environment({"RANK": "1", "WORLD_SIZE": "2"}) == Run(None, 0, 1)
+
+
 def test_a_worker_finds_the_cluster_in_its_environment():
     cluster = Cluster("10.0.0.1:6379", "digits", storage="s3://bucket/digits")
     told = cluster.environment() | {"SPRINGLINE_RANK": "1", "SPRINGLINE_WORKERS": "2"}

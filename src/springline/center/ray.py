@@ -115,12 +115,10 @@ class RayCenter(ServedCenter):
         check_settings(held.settings, plan.settings)
         handles = find_shards(name, rule, head_peer(name, head), description)
         center = cls(name, description, [head, *handles])
-        if description["digest"] != digest(layout, values):
-            _log.warning(
-                "Joined the center %s at version %d: its values replace this worker's own.",
-                name,
-                center.version,
-            )
+        version, same = center.version, description["digest"] == digest(layout, values)
+        if version or not same:
+            replaced = "" if same else ": its values replace this worker's own"
+            _log.warning("Joined the center %s at version %d%s.", name, version, replaced)
         return center
 
     @classmethod

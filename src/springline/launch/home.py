@@ -58,7 +58,8 @@ def check_center(directory: Path, name: str, storage: str | None) -> None:
     if new and kept:
         raise LaunchError(
             f"The run in {directory} is new, but {storage} holds the center of an earlier run in a "
-            "directory of the same name. Remove it, or start in another directory with `--run`."
+            "directory of the same name. Start in another directory with `--run`; or remove it, "
+            f"after `springline export {storage} FILE` if it is still wanted."
         )
 
 

@@ -18,8 +18,10 @@ from safetensors import SafetensorError, safe_open
 from springline.center import CenterError, SharedCenter
 from springline.center.checkpoint import newest, write_tensors
 from springline.center.extras import with_extras
+from springline.center.served.center import stored_values
+from springline.center.served.founding import NAME as HEAD
 from springline.center.shared import CHECKPOINT_NAME, LAYOUT_NAME
-from springline.launch.directory import CENTER, LaunchError
+from springline.launch.directory import CENTER, LaunchError, find_run
 from springline.launch.state import LaunchState
 
 if TYPE_CHECKING:
@@ -130,14 +132,14 @@ class Keeper:
                 failed = True
 
 
-def export(directory: Path, path: Path, force: bool = False) -> str:
+def export(run: str | Path, path: Path, force: bool = False) -> str:
     """Write a run's center to a file of its own, under the model's own names.
 
     From memory while it is there, else from the newest checkpoint, else from the file that the
     run left at its end.
 
     Args:
-        directory: the run's.
+        run: its directory; or, of a run on a cluster, its place in a storage.
         path: the file to write.
         force: whether to replace a file that is there.
 
@@ -150,7 +152,10 @@ def export(directory: Path, path: Path, force: bool = False) -> str:
         raise LaunchError(f"{path} is there already. Give another name, or `--force`.")
     if not path.absolute().parent.is_dir():
         raise LaunchError(f"There is no directory {path.absolute().parent} to write to.")
-    tensors, source = _find_center(directory)
+    if "://" in str(run) or any(Path(run).glob(f"{HEAD}.?.safetensors")):
+        tensors, source = stored_values(str(run)), "from its shards' checkpoints"
+    else:
+        tensors, source = _find_center(find_run(Path(run)))
     write_tensors(path, tensors)
     return source
 

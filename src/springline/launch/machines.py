@@ -126,7 +126,9 @@ class Machines(Place):
         super().__init__(self._workers, [], self._keeper)
         self.center_name = name
         self.resumable = storage is not None
-        self.rescue = "It may still be on the cluster, where the run then goes on."
+        self.rescue = "Its last checkpoint here can be read with `springline export`."
+        if storage:
+            self.rescue = "It may still be on the cluster, where the run then goes on."
 
     def begin(self) -> None:
         """Begin to keep and to watch the center."""

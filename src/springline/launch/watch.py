@@ -76,6 +76,7 @@ class ClusterKeeper(Keeper):
         return open_center(self._name)
 
     def _save(self, center: Any) -> None:
+        self._checkpoint.parent.mkdir(mode=0o700, exist_ok=True)  # the first one to write there
         try:
             super()._save(center)
         except RayError as error:

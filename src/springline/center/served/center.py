@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from springline.center import checkpoint
 from springline.center.center import Center, Progress, check_finite
-from springline.center.errors import CenterError
+from springline.center.errors import CenterError, CheckpointError
 from springline.center.layout import Bytes
 from springline.center.plan import Plan, nbytes_of
+from springline.center.served.founding import find_center
 from springline.center.served.head import Look
 from springline.center.served.member import ServedMember
 from springline.center.served.messages import Row, cut, latest, span
 from springline.center.served.peer import Call, Peer
+from springline.center.served.storage import Storage
 from springline.rules.rule import Rule
 
 
@@ -157,6 +160,27 @@ def first_parts(
         _copy_state(plan, start, stop, own, state, into_whole=False)
         parts.append((center[start:stop], own))
     return parts, version, steps
+
+
+def stored_values(place: str) -> Mapping[str, NDArray[Any]]:
+    """Return the center whose shards have kept checkpoints in a storage, by name.
+
+    Raises:
+        CheckpointError: there is none, or a part of it is missing.
+    """
+    storage = Storage(place)
+    description = find_center(storage)
+    if description is None:
+        raise CheckpointError(f"There is no center in {place}.")
+    plan = Plan.from_json(description["plan"])
+    center = plan.layout.allocate()
+    for k, runs in enumerate(cut(plan, description["asked"])):
+        saved = storage.read(f"shard-{k}")
+        if saved is None:
+            raise CheckpointError(f"There is no whole checkpoint of shard {k} in {place}.")
+        start, stop = span(runs)
+        center[start:stop] = saved[1]["center"]
+    return plan.layout.views(center)
 
 
 def _copy_state(

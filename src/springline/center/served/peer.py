@@ -77,14 +77,19 @@ class Call:
         said = False
         while True:
             try:
-                return self._pending.result(_LOOK if self._timeout is None else _PAUSE)
+                answer = self._pending.result(_LOOK if self._timeout is None else _PAUSE)
             except TimeoutError:
                 lost = False
             except PeerLostError as error:
                 lost = True
                 if not said:
-                    _log.warning("%s is gone: %s. Asking again.", self._peer.name, error)
+                    _log.warning("%s is gone. Asking again. (%s)", self._peer.name, error)
                 said = True
+            else:
+                if said:
+                    passed = time.monotonic() - start
+                    _log.warning("%s is back after %.1f s.", self._peer.name, passed)
+                return answer
             waited = time.monotonic() - start
             if self._timeout is not None and waited > self._timeout:
                 raise CenterError(
