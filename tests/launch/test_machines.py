@@ -7,6 +7,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -252,3 +253,18 @@ def test_a_shard_in_trouble_is_told_of_and_the_center_is_asked_to_stay(
     assert caplog.messages == ["No checkpoint of shard 0: OSError: no space left"]
     assert told == [("stay",)] * 2
     assert CenterStatus.read(tmp_path / "center").version == 0
+
+
+def test_that_nobody_answers_is_said_once():
+    said = []
+    watching = SimpleNamespace(silence=21.0)
+    place = SimpleNamespace(
+        _watch=watching, _silent=False, _say=said.append, _workers=[], _told=set()
+    )
+    for silence in (1.0, 21.0, 22.0, 1.0, 30.0):
+        watching.silence = silence
+        machines.Machines.tick(place)
+    assert [text.partition(". ")[0] for text in said] == [
+        "The center has not answered for 21 s",
+        "The center has not answered for 30 s",
+    ]

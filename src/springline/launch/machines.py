@@ -30,6 +30,7 @@ from springline.launch.watch import CenterWatch, ClusterKeeper
 
 _log = logging.getLogger("springline")
 _WAIT = 10.0  # seconds after which we say that a worker has not started
+_SILENCE = 20.0  # seconds after which we say that nobody answers
 _AGAIN = 60.0  # seconds after which a warning is said again
 _LONG = 160  # letters of it
 _CLOSING = 5.0  # seconds that hosts may take to clean up
@@ -105,6 +106,7 @@ class Machines(Place):
         self._asked = asked
         self._cut_off = False
         self._sayer = _Sayer(say)
+        self._silent = False  # whether nobody answers
         self._told: set[int] = set()  # ranks of which we have said that they wait
         self._watch = CenterWatch(directory, name)
         where, script = _find(script, asked)
@@ -137,7 +139,15 @@ class Machines(Place):
         self._watch.start()
 
     def tick(self) -> None:
-        """Say, once, who has not started for a while."""
+        """Say, once, that nobody answers, and who has not started for a while."""
+        silence = self._watch.silence
+        if silence > _SILENCE and not self._silent:
+            self._say(
+                f"The center has not answered for {silence:.0f} s. It is waited for. If the whole "
+                "cluster is gone, Ray ends this process within a minute or two: start the cluster "
+                "again, and go on with the same `--run`."
+            )
+        self._silent = silence > _SILENCE
         waiting = [w.entry.rank for w in self._workers if w.waits > _WAIT]
         new = [rank for rank in waiting if rank not in self._told]
         self._told = set(waiting)

@@ -113,6 +113,7 @@ class CenterWatch:
         self._name = name
         self._last: CenterStatus | None = None
         self._listen_at = 0.0
+        self._looked = time.monotonic()
         self._head: Any = None
         self._stop = threading.Event()
         self._once_more = False
@@ -120,7 +121,13 @@ class CenterWatch:
 
     def start(self) -> None:
         """Begin to watch."""
+        self._looked = time.monotonic()
         self._thread.start()
+
+    @property
+    def silence(self) -> float:
+        """Seconds since somebody on the cluster has answered, or said that there is no center."""
+        return time.monotonic() - self._looked
 
     def gone(self, rank: int) -> None:
         """Tell the center that a worker is gone: nobody is to wait for it."""
@@ -149,6 +156,7 @@ class CenterWatch:
     def _try_to_look(self) -> None:
         with contextlib.suppress(CenterError, OSError, RayError):  # the next look will do
             self._look()
+        self._looked = time.monotonic()
 
     def _look(self) -> None:
         center = open_center(self._name)
