@@ -4,13 +4,13 @@ import asyncio
 import copy
 import pickle
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from springline.center.plan import Plan
 from springline.center.served.center import ServedCenter, first_parts
 from springline.center.served.head import Head
 from springline.center.served.messages import latest
-from springline.center.served.peer import Call, PeerLostError
+from springline.center.served.peer import Call, NotHereError, PeerLostError
 from springline.center.served.shard import Shard
 
 SHARDS = 3
@@ -56,7 +56,9 @@ class Pending:
         self._futures, self._lost = futures, lost
 
     def result(self, timeout):
-        answers = [future.result(timeout) for future in self._futures]
+        if wait(self._futures, timeout).not_done:
+            raise NotHereError
+        answers = [future.result() for future in self._futures]
         if self._lost:
             raise PeerLostError("the answer was lost")
         return over_the_wire(answers[-1])

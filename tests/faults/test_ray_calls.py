@@ -11,7 +11,7 @@ from served import Service
 from springline import AGN, Worker
 from springline.center import Layout
 from springline.center.served import member, peer
-from springline.center.served.peer import Call, PeerLostError
+from springline.center.served.peer import Call, NotHereError, PeerLostError
 from springline.rules import SGD
 
 
@@ -21,7 +21,7 @@ class Away:
     name = "shard 0"
 
     def __init__(self, times):
-        self.answers = iter([TimeoutError(), PeerLostError("no route")] * times)
+        self.answers = iter([NotHereError(), PeerLostError("no route")] * times)
 
     def ask(self, method):
         return self
@@ -70,3 +70,16 @@ def test_a_worker_is_a_member_again_however_long_the_head_was_away(monkeypatch):
                 time.sleep(0.01)
     finally:
         service.close()
+
+
+class Slow(Away):
+    """A peer whose own store is slow."""
+
+    def result(self, timeout):
+        raise TimeoutError("the store is slow")
+
+
+def test_a_timeout_on_the_other_side_is_an_answer():
+    """To ask again for the same answer would be for ever."""
+    with pytest.raises(TimeoutError, match="the store is slow"):
+        Call(Slow(0), "misses").result()

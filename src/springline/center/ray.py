@@ -162,12 +162,13 @@ def _claim(about: tuple[Any, ...], who: str) -> tuple[Any, Any]:
 
     A head that is just ending, because its center was ended or could not be made, is waited for.
     """
-    name, deadline = about[0], time.monotonic() + _ENDING
+    name, deadline = about[0], 0.0
     while True:
         head = make_actor(RayHead, head_name(name), 1000, "SPREAD", *about)
         try:
             return head, Call(head_peer(name, head), "claim", who).result()
         except EndedError:
+            deadline = deadline or time.monotonic() + _ENDING
             if time.monotonic() > deadline:
                 raise
         time.sleep(PAUSE)
@@ -186,7 +187,9 @@ def _at_it(head: RayPeer, who: str) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        Call(head, "release", who).result()
+        done.set()  # or it would be claimed again
+        with contextlib.suppress(EndedError):
+            Call(head, "release", who).result()
         raise
     finally:
         done.set()

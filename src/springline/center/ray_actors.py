@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from springline.center.errors import CenterError
+from springline.center.errors import CenterError, EndedError
 from springline.center.ray_peer import (
     NAMESPACE,
     PAUSE,
@@ -85,7 +85,12 @@ class RayHead(Head):
         ended twice, as that of a machine does that was cut off and comes back, unless the job has
         made at least two actors that live on.
         """
+        self._check_stays()
         make_shards(self._name, rule, description)
+
+    def _check_stays(self) -> None:
+        if self._ending:
+            raise EndedError("The center is being ended. Start the run again.")
 
     async def stay(self) -> None:
         """Stay for a while, though there may be no members."""
@@ -94,10 +99,13 @@ class RayHead(Head):
     async def claim(self, who: str) -> dict[str, Any] | None:
         """Wait for the center, or be the one who is to make it."""
         try:
-            return await super().claim(who)
+            found = await super().claim(who)
         except CenterError:
             self._end_soon()
             raise
+        self._check_stays()
+        await self.stay()
+        return found
 
     async def release(self, who: str) -> None:
         """Let another make the center."""
@@ -112,6 +120,7 @@ class RayHead(Head):
 
         def end() -> None:
             if self.description is None and not self.claimed and not shards_named(self._name):
+                self._ending = True
                 ray.kill(find(head_name(self._name)))
 
         asyncio.get_running_loop().call_later(PAUSE, end)

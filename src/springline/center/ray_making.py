@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +70,9 @@ class Maker:
             "storage": storage,
             "every": list(every),
         }
+        self._check_ours()
         _end_what_is_left(self._name)
-        if not self._is_ours():
-            raise OutrunError
+        self._check_ours()
         handles = find_shards(self._name, self._rule, self._head, description)
         try:
             peers = zip(shard_peers(self._name, handles), parts, strict=True)
@@ -81,13 +81,19 @@ class Maker:
                 call.result()
             if storage:
                 self._check_kept(storage, len(parts))
-        except BaseException as error:
-            if not self._is_ours():  # these are another's
-                raise OutrunError from error
-            for handle in handles:
-                ray.kill(handle)
+        except Exception:
+            self._check_ours()  # else these are another's
+            _end(handles)
+            raise
+        except BaseException:  # Ctrl-C
+            if self._is_ours():
+                _end(handles)
             raise
         return description
+
+    def _check_ours(self) -> None:
+        if not self._is_ours():
+            raise OutrunError
 
     def _is_ours(self) -> bool:
         return bool(Call(self._head, "makes", self._who).result())
@@ -110,6 +116,11 @@ class Maker:
             "another one. Give a directory that every machine of the cluster sees, also those "
             "without workers, or an fsspec URL."
         )
+
+
+def _end(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        ray.kill(handle)
 
 
 def find_shards(name: str, rule: Rule, head: RayPeer, description: Mapping[str, Any]) -> list[Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from springline.center.errors import CenterError, EndedError
 from springline.center.served.messages import Reply
-from springline.center.served.peer import PeerLostError
+from springline.center.served.peer import NotHereError, PeerLostError
 
 try:
     import ray as ray  # for whoever needs it: here it is said how to install it
@@ -118,7 +118,7 @@ class _Pending:
         try:
             self._answer = _get(self._ref, deadline)
             return _whole(self._answer, deadline)
-        except TimeoutError as error:
+        except NotHereError as error:
             if self._is_lost():
                 raise PeerLostError("it was started again before its answer was here") from error
             raise
@@ -152,14 +152,14 @@ def _whole(answer: Any, deadline: float) -> Any:
 
 
 def _get(ref: Any, deadline: float) -> Any:
-    """Return what a reference stands for, or raise TimeoutError.
+    """Return what a reference stands for, or raise NotHereError.
 
     We wait before we get: a `ray.get` that runs out of time throws away what has already come over
     the network, and what takes longer than that would never be here.
     """
     ready, _ = ray.wait([ref], timeout=max(0.0, deadline - time.monotonic()), fetch_local=True)
     if not ready:
-        raise TimeoutError
+        raise NotHereError
     return ray.get(ref)
 
 

@@ -47,9 +47,8 @@ class Roll:
             self._thread.start()
 
     def go_on(self) -> None:
-        """Wait no more."""
-        with self._turn:
-            self._waiting.clear()
+        """Wait no more; does not wait for the store."""
+        self._waiting.clear()
 
     def missing(self, point: str, failed: bool) -> list[int] | None:
         """Return who gives no sign within a few seconds; None if that cannot be known.
@@ -62,7 +61,8 @@ class Roll:
         def ask() -> list[int]:
             if failed:
                 self.go_on()
-                self._say(point, _FAILED)
+                with self._turn:
+                    self._say(point, _FAILED)
             first, here = self._signs(point), set[int]()
             end = time.monotonic() + GRACE
             while here != self._others and time.monotonic() < end:
@@ -77,7 +77,8 @@ class Roll:
         """Wait, for some seconds, until all ranks have come to their end."""
 
         def ask() -> None:
-            self._say(_END)
+            with self._turn:
+                self._say(_END)
             end = time.monotonic() + GRACE
             while set(self._signs(_END)) != self._others and time.monotonic() < end:
                 time.sleep(_PAUSE)

@@ -69,7 +69,8 @@ class Founding:
 
     async def misses(self, names: list[str]) -> list[str]:
         """Return those of which there is nothing in the storage as this head sees it."""
-        return [name for name in names if self._storage and not self._storage.holds(name)]
+        storage = self._storage
+        return [name for name in names if storage is None or not storage.holds(name)]
 
     async def release(self, who: str) -> None:
         """Let another make the center: this one could not."""

@@ -130,7 +130,7 @@ class ServedMember(Member):
         for k, call in enumerate(calls):
             reply: Reply = call.result()
             refused = self._adopt(k, reply, local) or refused
-            if self.rule.adopts_message:
+            if self.rule.adopts_message or reply.refused is not None:
                 peers[k].tell("received", self.rank, at)
         if refused:
             for k in range(len(peers)):

@@ -22,6 +22,10 @@ class PeerLostError(Exception):
     """A peer died, restarts or cannot be reached: the call may or may not have been carried out."""
 
 
+class NotHereError(TimeoutError):
+    """The answer is not here yet."""
+
+
 class Pending(Protocol):
     """A call that is under way."""
 
@@ -29,7 +33,7 @@ class Pending(Protocol):
         """Return the answer, or raise what the call raised.
 
         Raises:
-            TimeoutError: it is not here yet; ask again.
+            NotHereError: it is not here yet; ask again.
             PeerLostError: it will not come.
         """
 
@@ -78,7 +82,7 @@ class Call:
         while True:
             try:
                 answer = self._pending.result(_LOOK if self._timeout is None else _PAUSE)
-            except TimeoutError:
+            except NotHereError:
                 lost = False
             except PeerLostError as error:
                 lost = True

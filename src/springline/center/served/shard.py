@@ -179,6 +179,8 @@ class Shard:
 
     def rows(self) -> tuple[dict[int, Row], int]:
         """Return how far each rank has come, and the last round."""
+        if self._checkpoints:
+            self._check_ready()
         with self._table:
             return dict(self._rows), self._slots.reduced
 

@@ -92,10 +92,13 @@ class Storage:
     def holds(self, name: str) -> bool:
         """Whether there is a checkpoint of a name, whole or not."""
         slots = [self._slot(name, number) for number in (0, 1)]
-        if self._fs is None:
-            return any(Path(slot).exists() for slot in slots)
-        self._fs.invalidate_cache()
-        return any(self._fs.exists(slot) for slot in slots)
+        try:
+            if self._fs is None:
+                return any(Path(slot).exists() for slot in slots)
+            self._fs.invalidate_cache()
+            return any(self._fs.exists(slot) for slot in slots)
+        except Exception as error:  # each file system has errors of its own
+            raise _cannot("read", self.place, error) from error
 
     def _read_slot(self, path: str) -> tuple[int, Saved] | None:
         try:
