@@ -1,8 +1,10 @@
 """The collective benchmark runs, on a small model, and writes its section and plot."""
 
+import pytest
 from test_torch_benchmarks import check_written, run, tables
 
 
+@pytest.mark.slow
 def test_an_exchange_is_compared_with_a_bare_all_reduce(tmp_path):
     (tmp_path / "collective.md").write_text("# How to\n\nRead this.\n\n## What an exchange costs\n")
     printed = run("collective.py", "--quick", out=tmp_path)

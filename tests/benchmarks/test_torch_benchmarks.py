@@ -75,6 +75,7 @@ def benchmark(monkeypatch):
     return time_to_loss
 
 
+@pytest.mark.slow
 def test_time_to_loss_goes_on_where_it_was(tmp_path):
     first = run("time_to_loss.py", "--quick", "--minutes", "0.001", out=tmp_path)
     lines = (tmp_path / "time-to-loss.jsonl").read_text("utf-8").splitlines()
