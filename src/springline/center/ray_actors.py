@@ -161,7 +161,7 @@ class RayHead(Head):
 def make_shards(name: str, rule: Rule, description: Mapping[str, Any]) -> None:
     """Make those shards of a center that are not there."""
     plan, asked, storage, every = (description[k] for k in ("plan", "asked", "storage", "every"))
-    concurrency = rule.workers + 8
+    concurrency = int(rule.workers) + 8
     # Each on the next machine, for as long as that is there.
     nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
     places = [NodeAffinitySchedulingStrategy(node, soft=True) for node in nodes]
