@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,9 +26,11 @@ from springline.center.errors import (
 from springline.center.layout import Bytes
 from springline.center.served.head import BEAT
 from springline.center.served.messages import Message, Reply, Row, Sender, span
+from springline.center.served.near import AGAIN, Piece
 from springline.center.served.peer import Call, PeerLostError
 from springline.center.served.rounds import Rounds
 from springline.center.served.seats import NotAMemberError
+from springline.center.served.stream import Streams
 from springline.center.waiting import wait_until
 from springline.rules.rule import CenterBlock, Rule
 
@@ -59,6 +62,7 @@ class ServedMember(Member):
         self._bound: Local | None = None
         self.parts: list[Part] = []
         self.blocks: list[list[Block]] = []  # of each shard
+        self._streams = Streams(rule, ())
         self._rounds = Rounds(self) if rule.synchronous else None
         self._outgoing: Bytes | None = None  # for messages that are not `x` itself
         self._gone = threading.Event()
@@ -107,6 +111,8 @@ class ServedMember(Member):
         self._gone.set()
         with self._turn:
             self.center.forget(self)
+            if not self._busy:
+                self._streams.close()
             with contextlib.suppress(CenterError):  # nobody there: it is as good as left
                 head = self.center.head
                 Call(head, "leave", self.rank, self._incarnation, timeout=5.0).result()
@@ -122,18 +128,25 @@ class ServedMember(Member):
     # Asynchronous rules.
 
     def _swap(self, local: Local) -> None:
-        messages = self.messages(local)
+        messages = dict(enumerate(self.messages(local)))
         at = messages[0].sender.at
-        peers = self.center.shards
-        calls = [self.ask(k, "exchange", message) for k, message in enumerate(messages)]
-        refused: NonFiniteError | None = None
-        for k, call in enumerate(calls):
+        peers, near = self.center.shards, self._streams.near
+        calls = {k: self.ask(k, "exchange", messages[k]) for k in messages if k not in near}
+        refused, others = self._streams.exchange(
+            {k: (peers[k], messages[k]) for k in near},
+            partial(self._adopt_piece, local),
+            self._patience,
+        )
+        calls |= {k: self.ask(k, "exchange", messages[k]) for k in others}
+        for k, call in calls.items():
             reply: Reply = call.result()
             refused = self._adopt(k, reply, local) or refused
             if self.rule.adopts_message or reply.refused is not None:
                 peers[k].tell("received", self.rank, at)
+            if call.was_lost:
+                self._streams.look_again(k)
         if refused:
-            for k in range(len(peers)):
+            for k in messages:
                 self.ask(k, "discount", self.rank, at, self._row.exchanges).result()
             raise refused
 
@@ -180,34 +193,60 @@ class ServedMember(Member):
 
     def _adopt(self, k: int, reply: Reply, local: Local) -> NonFiniteError | None:
         """Adopt a shard's reply; return the error if a block of ours was refused there."""
-        part = self.parts[k]
         if reply.forgotten:
             start, stop = span(self.center.parts[k])
             local.x[start:stop] = reply.data
             if local.copy is not None:
                 local.copy[start:stop] = reply.data
-            if self.rule.adopts_message:  # for the others it is the usual answer
-                _log.warning(
-                    "%s had this exchange already, but its answer is lost: going on from the "
-                    "center.",
-                    self.center.shards[k].name,
-                )
+            self._say_forgotten(k)
             return None
         for number, block in enumerate(self.blocks[k]):
-            c = part.view(block.run, reply.data)
+            c = self.parts[k].view(block.run, reply.data)
             if number == reply.refused:
-                return non_finite(
-                    self.center.layout, block.run, self._where(block, c, local), self.rank
-                )
-            message = block.local.x
-            if self.rule.adopts_message:  # `c` is the center as it was before
-                message = block.rule.contribute(block.local, c, local.gradients)
-                if not block.rule.adopts_message:
-                    after = CenterBlock(c.copy(), np.empty_like(c))
-                    block.rule.merge(after, (message,), 0.0)
-                    c = after.c
-            block.rule.adopt(block.local, message, c)
+                return self._refused(block, c, local)
+            self._adopt_block(block, c, local)
         return None
+
+    def _adopt_piece(
+        self, local: Local, k: int, piece: Piece, slot: Bytes, answer: int
+    ) -> NonFiniteError | None:
+        """Adopt a piece of a shard's reply; the same."""
+        pairs = zip(self.blocks[k][piece.blocks], piece.elements(slot), strict=True)
+        for number, (block, c) in enumerate(pairs):
+            if answer == AGAIN:
+                np.copyto(block.local.x, c)
+                if block.local.copy is not None:
+                    np.copyto(block.local.copy, c)
+            elif number == answer:
+                return self._refused(block, c, local)
+            elif self.rule.keeps_copy:
+                self._adopt_block(block, c, local)
+            else:
+                block.rule.adopt(block.local, c, c)  # what it adopts: its message, or the center
+        if answer == AGAIN:
+            self._say_forgotten(k)
+        return None
+
+    def _adopt_block(self, block: Block, c: Any, local: Local) -> None:
+        message = block.local.x
+        if self.rule.adopts_message:  # `c` is the center as it was before
+            message = block.rule.contribute(block.local, c, local.gradients)
+            if not block.rule.adopts_message:
+                after = CenterBlock(c.copy(), np.empty_like(c))
+                block.rule.merge(after, (message,), 0.0)
+                c = after.c
+        block.rule.adopt(block.local, message, c)
+
+    def _say_forgotten(self, k: int) -> None:
+        if self.rule.adopts_message:  # for the others it is the usual answer
+            _log.warning(
+                "%s had this exchange already, but its answer is lost: going on from the center.",
+                self.center.shards[k].name,
+            )
+
+    def _refused(self, block: Block, c: Any, local: Local) -> NonFiniteError:
+        where = self._where(block, c, local)
+        return non_finite(self.center.layout, block.run, where, self.rank)
 
     def _where(self, block: Block, c: Any, local: Local) -> Any:
         """Return what was not finite in a block that a shard refused."""
@@ -282,4 +321,6 @@ class ServedMember(Member):
             shards = part.bind(local.x[here], part.room(), a, copy)
             self.parts.append(part)
             self.blocks.append([block for shard in shards for block in shard])
+        self._streams.close()
+        self._streams = Streams(self.rule, [[b.run for b in blocks] for blocks in self.blocks])
         self._bound = local

@@ -68,7 +68,12 @@ class Call:
         self._method = method
         self._arguments = arguments
         self._timeout = timeout
-        self._pending = peer.ask(method, *arguments)
+        self._start = time.monotonic()
+        self._warn_at = self._start + WARN_EVERY
+        self._said = False
+        self.was_lost = False  # and made again
+        self.answer: Any = None
+        self._pending = self._ask()
 
     def result(self) -> Any:
         """Return the answer, or raise what the call raised.
@@ -76,33 +81,48 @@ class Call:
         Raises:
             CenterError: there was none in time.
         """
-        start = time.monotonic()
-        warn_at = start + WARN_EVERY
-        said = False
-        while True:
-            try:
-                answer = self._pending.result(_LOOK if self._timeout is None else _PAUSE)
-            except NotHereError:
-                lost = False
-            except PeerLostError as error:
-                lost = True
-                if not said:
-                    _log.warning("%s is gone. Asking again. (%s)", self._peer.name, error)
-                said = True
-            else:
-                if said:
-                    passed = time.monotonic() - start
-                    _log.warning("%s is back after %.1f s.", self._peer.name, passed)
-                return answer
-            waited = time.monotonic() - start
-            if self._timeout is not None and waited > self._timeout:
-                raise CenterError(
-                    f"{self._peer.name} has not answered for {waited:.0f} s. Is its machine up, "
-                    "and can it be reached? A larger `timeout` waits longer."
-                )
-            if time.monotonic() > warn_at:
-                _log.warning("Waiting for %s since %.0f s", self._peer.name, waited)
-                warn_at += WARN_EVERY
-            if lost:
-                time.sleep(_PAUSE)
-                self._pending = self._peer.ask(self._method, *self._arguments)
+        while not self.look(_LOOK if self._timeout is None else _PAUSE):
+            continue
+        return self.answer
+
+    def look(self, seconds: float) -> bool:
+        """Wait so long for the answer, and ask again if it will not come; whether it is here.
+
+        Raises:
+            CenterError: there was none in time.
+        """
+        try:
+            self.answer = self._pending.result(seconds)
+        except NotHereError:
+            lost = False
+        except PeerLostError as error:
+            lost = self.was_lost = True
+            if not self._said:
+                _log.warning("%s is gone. Asking again. (%s)", self._peer.name, error)
+            self._said = True
+        else:
+            self.is_back()
+            return True
+        waited = time.monotonic() - self._start
+        if self._timeout is not None and waited > self._timeout:
+            raise CenterError(
+                f"{self._peer.name} has not answered for {waited:.0f} s. Is its machine up, "
+                "and can it be reached? A larger `timeout` waits longer."
+            )
+        if time.monotonic() > self._warn_at:
+            _log.warning("Waiting for %s since %.0f s", self._peer.name, waited)
+            self._warn_at += WARN_EVERY
+        if lost:
+            time.sleep(_PAUSE)
+            self._pending = self._ask()
+        return False
+
+    def is_back(self) -> None:
+        """Say so, if it was said that the peer was gone."""
+        if self._said:
+            passed = time.monotonic() - self._start
+            _log.warning("%s is back after %.1f s.", self._peer.name, passed)
+        self._said = False
+
+    def _ask(self) -> Pending:
+        return self._peer.ask(self._method, *self._arguments)

@@ -6,6 +6,10 @@ its message, with `c` as it was before, which is kept until the worker says that
 at most a few workers: the others' repeats get the center as it is now). No copy of the model per
 worker.
 
+A worker on the same machine may stream its `x` through memory that it lends: a piece at a time is
+applied and answered, also once. Pieces of several workers come as they come, and none waits for a
+worker who has stopped.
+
 Checkpoints are written by a thread of their own. A shard that is started again goes on from the
 last one: what it had applied since then is lost, and what workers repeat is applied again.
 """
@@ -14,24 +18,25 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from springline.center.blocks import Block, Part, RefusedError, make_message, merge_message
-from springline.center.errors import CenterError, forgotten, taken_over
+from springline.center.errors import CenterError, forgotten
 from springline.center.layout import Bytes, aligned_zeros
 from springline.center.plan import Plan, arrays_of, nbytes_of
+from springline.center.served.book import Book
 from springline.center.served.checkpoints import Checkpoints
+from springline.center.served.merger import Merger
 from springline.center.served.messages import Message, Reply, Row, Sender, cut, span
+from springline.center.served.near import AGAIN, Address, Guest, LeftError
 from springline.center.served.replies import Replies
 from springline.center.served.slots import Slots
 from springline.center.served.storage import Saved
 from springline.rules.rule import Rule
 
-_ERRORS: Mapping[str, Any] = {"over": "raise", "invalid": "raise", "divide": "raise"}
+_LOOK = 0.5  # seconds between two looks whether a worker that streams is still there
 
 
 class Shard:
@@ -58,20 +63,20 @@ class Shard:
         self._plan = Plan.from_json(plan)
         self._rule = rule
         self.name = f"shard-{number}"
-        self._runs = cut(self._plan, count)[number]
-        self._start, self._stop = span(self._runs)
+        runs = cut(self._plan, count)[number]
+        self._start, self._stop = span(runs)
         self._center = aligned_zeros(self._stop - self._start)
-        self._entries = self._plan.state_within(self._start, self._stop)
-        self._state = aligned_zeros(nbytes_of(self._entries))
+        entries = self._plan.state_within(self._start, self._stop)
+        self._state = aligned_zeros(nbytes_of(entries))
+        state = arrays_of(entries, self._state)
+        self._merger = Merger(self._plan, rule, runs, self._center, state)
         self._ready = False
-        self._rows: dict[int, Row] = {}
+        self._book = Book()
         self._replies = Replies()
-        self._parts: dict[int, tuple[Part, Bytes]] = {}
         self._slots = Slots()
         self._mean: Reply | None = None  # of the last round that was reduced here
         self._turn = threading.Lock()  # of an exchange, if the center has locks
-        self._ranks: dict[int, threading.Lock] = {}
-        self._table = threading.Lock()  # of the dictionaries above
+        self._table = threading.Lock()  # of the slots
         self._problem = CenterError(
             f"{self.name.capitalize()} of the center was started again and has no checkpoint to go "
             "on from. Start a new run, with a storage (`--storage`)."
@@ -86,12 +91,12 @@ class Shard:
         """Give a new center its first values; they are in the storage when this returns."""
         if self._checkpoints:
             self._checkpoints.open()
-        if any(row.incarnation for row in self._rows.values()):
+        if any(row.incarnation for row in self._book.rows().values()):
             raise forgotten()
         with self._turn:
             np.copyto(self._center, center)
             np.copyto(self._state, state)
-            self._rows = {rank: Row(steps=n) for rank, n in enumerate(steps)}
+            self._book = Book(steps)
             self._slots = Slots()
             self._ready = True
         self.save()
@@ -99,16 +104,58 @@ class Shard:
     def exchange(self, message: Message) -> Reply:
         """Apply a worker's exchange, once."""
         sender = message.sender
-        with self._rank(sender.rank), self._locked():
+        self._check_ready()
+        with self._book.alone(sender), self._locked():
             repeat = self._repeat(sender)
             if repeat:
                 return repeat
             reply = self._apply(message)
             if self._rule.adopts_message or reply.refused is not None:
                 self._replies.keep(sender, reply)
-            with self._table:
-                self._note(sender)
+            self._note(sender)
         return reply
+
+    def stream(self, message: Message, before: bool, address: Address, start: int) -> bool:
+        """Apply a worker's exchange, once, as its pieces come.
+
+        Args:
+            message: all but its data.
+            before: whether the worker wants to know `c` as it was, beside what it adopts.
+            address: of the memory through which that comes.
+            start: the first piece that the worker wants an answer to.
+
+        Returns:
+            Whether the memory can be reached from here.
+        """
+        try:
+            guest = Guest(address)
+        except OSError:
+            return False
+        with guest, contextlib.suppress(LeftError):
+            self._check_ready()
+            with self._book.alone(message.sender):
+                self._stream(message, before, guest, start)
+        return True
+
+    def _stream(self, message: Message, before: bool, guest: Guest, start: int) -> None:
+        sender = message.sender
+        self._check(sender)
+        for piece in range(start, self._merger.pieces):
+            while not guest.wait(_LOOK):
+                self._book.check_latest(sender)
+            slot = guest.slots[piece % len(guest.slots)]
+            with self._locked():
+                if self._book.applied(sender) or piece < self._book.pieces(sender):
+                    self._merger.show(piece, slot)
+                    guest.say(AGAIN)
+                    continue
+                applied, all_of_it = self._merger.swap(piece, slot, message, before)
+                self._book.note_pieces(sender, piece + 1)
+                if not all_of_it or piece + 1 == self._merger.pieces:
+                    self._note(sender)
+            guest.say(applied)
+            if not all_of_it:
+                return
 
     def received(self, rank: int, at: tuple[int, int]) -> None:
         """Forget the reply to an exchange, which its worker has."""
@@ -116,10 +163,7 @@ class Shard:
 
     def discount(self, rank: int, at: tuple[int, int], exchanges: int) -> None:
         """Do not count a worker's last exchange, some of whose blocks were refused."""
-        with self._table:
-            row = self._rows.get(rank, Row())
-            if (row.incarnation, row.number) == tuple(at):
-                self._rows[rank] = replace(row, exchanges=exchanges)
+        self._book.discount(rank, at, exchanges)
 
     def contribute(self, message: Message, number: int) -> int:
         """Take a worker's message for a round; return the last round that was reduced."""
@@ -147,23 +191,15 @@ class Shard:
                     messages = self._slots.of_round(number, contributors)
                 if isinstance(messages, list):
                     return messages
-                self._merge_round([message.data for message in messages.values()])
+                if messages:  # else all that was sent is gone; the center stays as it is
+                    self._merger.merge_round([message.data for message in messages.values()])
                 with self._table:
                     self._slots.forget(number)
                 self._mean = None
-            with self._table:
-                self._note(sender)
+            self._note(sender)
             if self._mean is None:
                 self._mean = Reply(self.snapshot())
             return self._mean
-
-    def _merge_round(self, messages: Sequence[Bytes]) -> None:
-        if not messages:
-            return  # all that was sent is gone; the center stays as it is
-        part, _ = self._part(0)
-        with np.errstate(**_ERRORS):
-            for run, rule, center in (block for shard in part.shards for block in shard):
-                rule.merge(center, [part.view(run, data) for data in messages], 0.0)
 
     def read(self) -> Reply:
         """Return a copy of this part of the center."""
@@ -181,8 +217,7 @@ class Shard:
         """Return how far each rank has come, and the last round."""
         if self._checkpoints:
             self._check_ready()
-        with self._table:
-            return dict(self._rows), self._slots.reduced
+        return self._book.rows(), self._slots.reduced
 
     def save(self) -> None:
         """Write a checkpoint now, if there is a storage; never over what could not be read."""
@@ -198,18 +233,15 @@ class Shard:
 
         Without locks an exchange that is under way may be in the center and not in the rows.
         """
-        with self._turn, self._table:
-            rows = {str(rank): row.to_json() for rank, row in self._rows.items()}
-            here = [self._start, self._stop]
-            header = {"span": here, "round": self._slots.reduced, "rows": rows}
+        with self._turn:
+            here = {"span": [self._start, self._stop], "round": self._slots.reduced}
+            header = here | self._book.to_json()
             return header, {"center": self._center.copy(), "state": self._state.copy()}
 
     def _repeat(self, sender: Sender) -> Reply | None:
         """Return the answer to an exchange that was applied already."""
         self._check(sender)
-        with self._table:
-            row = self._rows.get(sender.rank, Row())
-        if sender.at > (row.incarnation, row.number):
+        if not self._book.applied(sender):
             return None
         return self._replies.to(sender) or Reply(self.snapshot(), forgotten=True)
 
@@ -219,17 +251,8 @@ class Shard:
         before: Any = None
         if self._rule.adopts_message:
             before = self._center.copy() if unlocked else self.snapshot()
-        part, room = self._part(0 if self._plan.use_locking else message.sender.rank)
-        refused = None
-        with np.errstate(**_ERRORS):
-            blocks = (block for shard in part.bind(message.data, room) for block in shard)
-            for number, block in enumerate(blocks):
-                c = part.view(block.run, before) if unlocked else block.center.c
-                try:
-                    _merge(block, message, c)
-                except RefusedError:
-                    refused = number
-                    break
+        done = self._book.pieces(message.sender)
+        refused = self._merger.apply(message, before if unlocked else None, done)
         if before is None:
             return Reply(self.snapshot(), refused)
         return Reply(self.send(before) if unlocked else before, refused)
@@ -244,10 +267,7 @@ class Shard:
 
     def _check(self, sender: Sender) -> None:
         self._check_ready()
-        with self._table:
-            known = self._rows.get(sender.rank, Row()).incarnation
-        if sender.incarnation < known:
-            raise taken_over(sender.rank)
+        self._book.check(sender)
 
     def _check_ready(self) -> None:
         if self._ready:
@@ -259,24 +279,9 @@ class Shard:
             raise self._problem
 
     def _note(self, sender: Sender) -> None:
-        known = self._rows.get(sender.rank, Row())
-        if sender.at >= (known.incarnation, known.number):
-            done = sender.steps, sender.exchanges
-            self._rows[sender.rank] = Row(*sender.at, *done, seconds=float(sender.seconds))
+        self._book.note(sender)
         if self._checkpoints:
             self._checkpoints.count()
-
-    def _part(self, which: int) -> tuple[Part, Bytes]:
-        """Return blocks and scratch; without locks every rank has its own."""
-        if which not in self._parts:
-            state = arrays_of(self._entries, self._state)
-            part = Part(self._plan, self._rule, self._runs, self._center, state)
-            self._parts[which] = part, part.room()
-        return self._parts[which]
-
-    def _rank(self, rank: int) -> threading.Lock:
-        with self._table:
-            return self._ranks.setdefault(rank, threading.Lock())
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -304,18 +309,6 @@ class Shard:
             return
         np.copyto(self._center, tensors["center"])
         np.copyto(self._state, tensors["state"])
-        self._rows = {int(rank): Row(*values) for rank, values in header["rows"].items()}
+        self._book = Book.from_json(header)
         self._slots = Slots(header["round"])
         self._ready = True
-
-
-def _merge(block: Block, message: Message, c: Any) -> None:
-    entry = block.run.entry
-    if block.rule.reads_center:
-        sent = make_message(block, message.gradients, c)
-    elif entry is None or message.seen[entry]:
-        sent = block.local.message  # a copy that optimizers may write to
-        np.copyto(sent, block.local.x)
-    else:
-        return  # no gradient since the last exchange: nothing to merge
-    merge_message(block, sent, 0.0 if entry is None else float(message.rates[entry]))

@@ -1,0 +1,107 @@
+"""What a shard knows of each rank: how far it has come, and what of an exchange is applied."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from springline.center.errors import taken_over
+from springline.center.served.messages import Row, Sender
+
+At = tuple[int, int]  # a rank's life, and the number of one of its exchanges
+
+
+class Book:
+    """The rows of all ranks.
+
+    Args:
+        steps: of each rank, before this center.
+    """
+
+    def __init__(self, steps: Sequence[int] = ()) -> None:
+        self._rows = {rank: Row(steps=n) for rank, n in enumerate(steps)}
+        self._pieces: dict[int, tuple[At, int]] = {}  # of an exchange that is not whole: those here
+        self._latest: dict[int, At] = {}  # of each rank, the exchange that was begun last
+        self._turns: dict[int, threading.Lock] = {}
+        self._table = threading.Lock()  # of the dictionaries above
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Book:
+        """Read what `to_json` wrote; the first versions had no pieces."""
+        book = cls()
+        book._rows = {int(rank): Row(*row) for rank, row in values["rows"].items()}
+        pieces = values.get("pieces", {}).items()
+        book._pieces = {int(rank): ((life, number), n) for rank, (life, number, n) in pieces}
+        return book
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `from_json` takes."""
+        with self._table:
+            rows = {str(rank): row.to_json() for rank, row in self._rows.items()}
+            pieces = {str(rank): [*at, n] for rank, (at, n) in self._pieces.items()}
+        return {"rows": rows, "pieces": pieces}
+
+    def rows(self) -> dict[int, Row]:
+        """Return how far each rank has come."""
+        with self._table:
+            return dict(self._rows)
+
+    @contextlib.contextmanager
+    def alone(self, sender: Sender) -> Iterator[None]:
+        """Let a rank do one thing at a time; what it had begun before should make room."""
+        rank = sender.rank
+        with self._table:
+            self._latest[rank] = max(self._latest.get(rank, (0, 0)), sender.at)
+            turn = self._turns.setdefault(rank, threading.Lock())
+        with turn:
+            yield
+
+    def check(self, sender: Sender) -> None:
+        """Refuse a rank's earlier lives."""
+        with self._table:
+            known = self._rows.get(sender.rank, Row()).incarnation
+        if sender.incarnation < known:
+            raise taken_over(sender.rank)
+
+    def check_latest(self, sender: Sender) -> None:
+        """Refuse an exchange if its rank has begun another one."""
+        with self._table:
+            latest = self._latest[sender.rank]
+        if latest > sender.at:
+            raise taken_over(sender.rank)
+
+    def applied(self, sender: Sender) -> bool:
+        """Whether an exchange is in the center."""
+        with self._table:
+            row = self._rows.get(sender.rank, Row())
+        return sender.at <= (row.incarnation, row.number)
+
+    def pieces(self, sender: Sender) -> int:
+        """Return how many pieces are in the center of an exchange that is not there as a whole."""
+        with self._table:
+            at, pieces = self._pieces.get(sender.rank, (None, 0))
+        return pieces if at == sender.at else 0
+
+    def note_pieces(self, sender: Sender, count: int) -> None:
+        """Write down that so many pieces of an exchange are in the center."""
+        with self._table:
+            self._pieces[sender.rank] = sender.at, count
+
+    def note(self, sender: Sender) -> None:
+        """Write down that an exchange is in the center."""
+        with self._table:
+            self._pieces.pop(sender.rank, None)
+            known = self._rows.get(sender.rank, Row())
+            if sender.at >= (known.incarnation, known.number):
+                done = sender.steps, sender.exchanges
+                self._rows[sender.rank] = Row(*sender.at, *done, seconds=float(sender.seconds))
+
+    def discount(self, rank: int, at: At, exchanges: int) -> None:
+        """Do not count a rank's last exchange."""
+        with self._table:
+            row = self._rows.get(rank, Row())
+            if (row.incarnation, row.number) == tuple(at):
+                self._rows[rank] = replace(row, exchanges=exchanges)

@@ -1,0 +1,153 @@
+"""The rule at work on one part of a center."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from springline.center.blocks import (
+    Block,
+    Part,
+    RefusedError,
+    State,
+    make_message,
+    merge_message,
+)
+from springline.center.layout import Bytes, Run
+from springline.center.plan import Plan
+from springline.center.served.messages import Message
+from springline.center.served.near import pieces
+from springline.rules.rule import CenterBlock, LocalBlock, Rule
+
+_ERRORS: Mapping[str, Any] = {"over": "raise", "invalid": "raise", "divide": "raise"}
+
+
+class _Bound(NamedTuple):
+    part: Part
+    blocks: list[tuple[Run, Rule, CenterBlock]]
+    room: Bytes
+
+
+class Merger:
+    """The rule's blocks on one part of a center.
+
+    Args:
+        plan: of the whole center.
+        rule: the workers'.
+        runs: the shards of the layout that this part holds.
+        center: its bytes.
+        state: the outer optimizer's arrays.
+    """
+
+    def __init__(
+        self, plan: Plan, rule: Rule, runs: Sequence[Run], center: Bytes, state: State
+    ) -> None:
+        self._plan = plan
+        self._rule = rule
+        self._runs = runs
+        self._center = center
+        self._state = state
+        self._bound: dict[int, _Bound] = {}
+        self._pieces = pieces([run for run, _, _ in self._of(0).blocks])
+
+    @property
+    def pieces(self) -> int:
+        """In how many pieces a worker on the same machine sends `x`."""
+        return len(self._pieces)
+
+    def apply(self, message: Message, c: Bytes | None, done: int) -> int | None:
+        """Bring a message into the center.
+
+        Args:
+            message: whole.
+            c: the center as the message is to see it, if that is not as it is.
+            done: pieces that are in the center already.
+
+        Returns:
+            The number of the block that was refused, if one was; it ends there.
+        """
+        part, _, room = self._of(message.sender.rank)
+        with np.errstate(**_ERRORS):
+            blocks = [block for shard in part.bind(message.data, room) for block in shard]
+            for number in range(self._pieces[done - 1].blocks.stop if done else 0, len(blocks)):
+                block = blocks[number]
+                try:
+                    _merge(block, message, None if c is None else part.view(block.run, c))
+                except RefusedError:
+                    return number
+        return None
+
+    def swap(self, piece: int, slot: Bytes, message: Message, before: bool) -> tuple[int, bool]:
+        """Bring a piece of `x` into the center, and leave in its place what the worker adopts.
+
+        Args:
+            piece: its number.
+            slot: where it is.
+            message: whose it is.
+            before: leave what `c` was before, for a worker that keeps a copy of it.
+
+        Returns:
+            How many of its blocks were applied, and whether that is all; else one was refused, and
+            `c` is in its place.
+        """
+        which = self._pieces[piece]
+        _, blocks, room = self._of(message.sender.rank)
+        pairs = zip(blocks[which.blocks], which.elements(slot), strict=True)
+        with np.errstate(**_ERRORS):
+            for count, ((run, rule, center), x) in enumerate(pairs):
+                # Without locks `c` may move meanwhile; both sides then use the same copy of it.
+                c = center.c.copy() if before and not self._plan.use_locking else center.c
+                in_place = rule.in_place and not before
+                local = LocalBlock(x, x if in_place else room[: x.nbytes].view(x.dtype))
+                block = Block(run, rule, local, center)
+                try:
+                    sent = make_message(block, message.gradients, c)
+                    if before:
+                        sent = sent.copy() if np.may_share_memory(sent, x) else sent
+                        np.copyto(x, c)
+                    merge_message(block, sent, 0.0)
+                except RefusedError:
+                    np.copyto(x, c)
+                    return count, False
+                adopted = sent if rule.adopts_message else center.c
+                if not before and adopted is not x:
+                    np.copyto(x, adopted)
+        return len(which.runs), True
+
+    def show(self, piece: int, slot: Bytes) -> None:
+        """Leave a piece of the center in a slot."""
+        which = self._pieces[piece]
+        blocks = self._of(0).blocks[which.blocks]
+        for (_, _, center), x in zip(blocks, which.elements(slot), strict=True):
+            np.copyto(x, center.c)
+
+    def merge_round(self, messages: Sequence[Bytes]) -> None:
+        """Bring a round's messages into the center."""
+        part, blocks, _ = self._of(0)
+        with np.errstate(**_ERRORS):
+            for run, rule, center in blocks:
+                rule.merge(center, [part.view(run, data) for data in messages], 0.0)
+
+    def _of(self, rank: int) -> _Bound:
+        """Return blocks and scratch; without locks every rank has its own."""
+        which = 0 if self._plan.use_locking else rank
+        if which not in self._bound:
+            part = Part(self._plan, self._rule, self._runs, self._center, self._state)
+            blocks = [block for shard in part.shards for block in shard]
+            self._bound[which] = _Bound(part, blocks, part.room())
+        return self._bound[which]
+
+
+def _merge(block: Block, message: Message, c: NDArray[Any] | None) -> None:
+    entry = block.run.entry
+    if block.rule.reads_center:
+        sent = make_message(block, message.gradients, c)
+    elif entry is None or message.seen[entry]:
+        sent = block.local.message  # a copy that optimizers may write to
+        np.copyto(sent, block.local.x)
+    else:
+        return  # no gradient since the last exchange: nothing to merge
+    merge_message(block, sent, 0.0 if entry is None else float(message.rates[entry]))

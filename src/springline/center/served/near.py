@@ -1,0 +1,225 @@
+"""Memory that a worker lends to a shard on the same machine: slots, and a pipe in either direction.
+
+The shard finds them under `/proc`, as processes of the same user may. They have no names, so that
+nothing is left behind, whoever is killed. What is in another network namespace counts as another
+machine.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import select
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from springline.center.layout import Bytes, Run
+
+SLOT = 1024 * 1024  # bytes: four blocks, which stay in cache on their way there and back
+SLOTS = 4  # pieces that may be under way at once
+AGAIN = 255  # the answer for a piece that was applied before; the slot holds the center as it is
+_BLOCKS = 64  # of a piece, at most
+_TOKEN = 16
+_SIZE = SLOTS * SLOT + _TOKEN
+POSSIBLE = sys.platform == "linux"
+
+
+class LeftError(Exception):
+    """The worker that has lent the memory does not want anything any more."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a shard finds a worker's memory and pipes.
+
+    Args:
+        network: the worker's, as an inode.
+        process: the worker's.
+        token: what stands behind the slots, so that no other machine's process is taken for it.
+        memory: its file descriptor there.
+        there: descriptor and inode of the pipe to the shard.
+        back: descriptor and inode of the pipe to the worker.
+    """
+
+    network: int
+    process: int
+    token: bytes
+    memory: int
+    there: tuple[int, int]
+    back: tuple[int, int]
+
+
+class Ring:
+    """The worker's side."""
+
+    def __init__(self) -> None:
+        self._pipes: tuple[int, ...] = ()
+        self._memory = -1
+        self.renew()
+
+    def renew(self) -> None:
+        """Take new memory; what is still written to the old one, nobody sees."""
+        self.close()
+        self._memory = os.memfd_create("springline", os.MFD_CLOEXEC)
+        os.truncate(self._memory, _SIZE)
+        room = mmap.mmap(self._memory, _SIZE)
+        self._token = secrets.token_bytes(_TOKEN)
+        room[-_TOKEN:] = self._token
+        self.slots = _slots(room)
+
+    def open(self) -> Address:
+        """Make pipes."""
+        self.hang_up()
+        reads, says = os.pipe()
+        hears, writes = os.pipe()
+        self._pipes = says, hears, reads, writes
+        ends = ((end, os.fstat(end).st_ino) for end in (reads, writes))
+        return Address(_network(), os.getpid(), self._token, self._memory, *ends)
+
+    def say(self) -> None:
+        """Tell that the next slot is filled."""
+        os.write(self._pipes[0], b"\0")
+
+    def fileno(self) -> int:
+        """Return what is readable when there is an answer."""
+        return self._pipes[1]
+
+    def hear(self) -> bytes:
+        """Return the answers that are there, a byte for each slot; wait for the first."""
+        return os.read(self._pipes[1], SLOTS)
+
+    def hang_up(self) -> None:
+        """Let go of the pipes; whoever reads from them is told."""
+        for end in self._pipes:
+            os.close(end)
+        self._pipes = ()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self.hang_up()
+        self.slots = []
+        if self._memory >= 0:
+            os.close(self._memory)
+        self._memory = -1
+
+
+class Guest:
+    """The shard's side, to be used in a `with`.
+
+    Raises:
+        OSError: the worker cannot be reached like this.
+    """
+
+    def __init__(self, address: Address) -> None:
+        self._where = f"/proc/{address.process}/fd"
+        self._there = address.there
+        self._ends: list[int] = []
+        if address.network != _network():
+            raise OSError("this is another machine")
+        try:
+            self.slots = self._map(address)
+            self._hears = self._open(address.there[0], os.O_RDONLY, address.there[1])
+            self._says = self._open(address.back[0], os.O_WRONLY, address.back[1])
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __enter__(self) -> Guest:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._ends:
+            os.close(self._ends.pop())
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until another slot is filled, but not longer than this; return whether it is.
+
+        Raises:
+            LeftError: none will be.
+        """
+        poll = select.poll()
+        poll.register(self._hears, select.POLLIN)
+        if poll.poll(seconds * 1000):
+            if not os.read(self._hears, 1):
+                raise LeftError
+            return True
+        # The worker may be gone and its pipe held by a child of it.
+        end, inode = self._there
+        try:
+            if Path(f"{self._where}/{end}").stat().st_ino == inode:
+                return False
+        except OSError as error:
+            raise LeftError from error
+        raise LeftError
+
+    def say(self, answer: int) -> None:
+        """Answer for a slot."""
+        try:
+            os.write(self._says, bytes([answer]))
+        except BrokenPipeError as error:
+            raise LeftError from error
+
+    def _map(self, address: Address) -> list[Bytes]:
+        memory = self._open(address.memory, os.O_RDWR)
+        if os.fstat(memory).st_size == _SIZE:
+            room = mmap.mmap(memory, _SIZE, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            if room[-_TOKEN:] == address.token:
+                return _slots(room)
+        raise OSError("this is another process, perhaps on another machine")
+
+    def _open(self, number: int, how: int, inode: int | None = None) -> int:
+        flags = how | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+        end = os.open(f"{self._where}/{number}", flags)
+        self._ends.append(end)
+        if inode is not None and os.fstat(end).st_ino != inode:
+            raise OSError("the worker has gone on")
+        return end
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Blocks that go into a slot together.
+
+    Args:
+        blocks: which of the part's.
+        runs: these blocks.
+        place: their bytes in the part.
+    """
+
+    blocks: slice
+    runs: Sequence[Run]
+    place: slice
+
+    def elements(self, slot: Bytes) -> Iterator[NDArray[Any]]:
+        """Return each block's elements in a slot."""
+        for run in self.runs:
+            at = run.start - self.runs[0].start
+            yield slot[at : at + run.stop - run.start].view(run.dtype)
+
+
+def pieces(runs: Sequence[Run]) -> list[Piece]:
+    """Cut the blocks of a part into pieces."""
+    found: list[Piece] = []
+    start = 0
+    for k in range(1, len(runs) + 1):
+        last = k == len(runs) or k - start == _BLOCKS
+        if last or runs[k].stop - runs[start].start > SLOT:
+            place = slice(runs[start].start - runs[0].start, runs[k - 1].stop - runs[0].start)
+            found.append(Piece(slice(start, k), runs[start:k], place))
+            start = k
+    return found
+
+
+def _network() -> int:
+    return Path("/proc/self/ns/net").stat().st_ino
+
+
+def _slots(room: mmap.mmap) -> list[Bytes]:
+    return [np.frombuffer(room, np.uint8, SLOT, k * SLOT) for k in range(SLOTS)]
