@@ -1,6 +1,7 @@
 """The collective center: ranks are threads here, each with a gloo backend of its own."""
 
 import logging
+from dataclasses import replace
 from datetime import timedelta
 
 import numpy as np
@@ -309,6 +310,31 @@ def test_checkpoints_are_rank_0s_and_a_new_group_goes_on(ranks, tmp_path):
     assert (saved.version, saved.steps) == (3, [5, 5])
     assert train(9, 2) == [(5, 5, 10)] * 2
     assert train(11, 3) == [(9, 6, 12)] * 3  # one more rank: it is as far as the others
+
+
+def test_a_group_does_not_go_on_with_another_rule(ranks, tmp_path):
+    def train(rule):
+        def call(rank, backend):
+            worker = make(rank, backend, rule, directory=tmp_path if rank == 0 else None)
+            worker.exchange()
+            worker.finish()
+
+        return call
+
+    rule = ElasticAverage(workers=2, period=2, moving_rate=0.1)
+    ranks(train(rule), 2)
+    for other, difference in (
+        (ModelAverage(workers=2, period=2), "rule='elastic', this worker comes with rule='aver"),
+            ModelAverage(workers=2, period=2),
+            "rule='elastic', this worker comes with rule='average'",
+        ),
+        (replace(rule, period=3), "period=2, this worker comes with period=3"),
+        (replace(rule, moving_rate=0.2), "moving_rate=0.1, this worker comes with moving_rate=0.2"),
+    ):
+        zero, one = errors(ranks, train(other), 2)
+        assert difference in str(zero)
+        assert str(one) == f"Rank 0 could not start: {zero}"
+    ranks(train(replace(rule, workers=3, moving_rate=0.3)), 3)  # the group has grown
 
 
 def test_steps_are_exact_beyond_what_a_float32_counts(ranks):

@@ -30,7 +30,7 @@ from springline.center.collective.group import Group
 from springline.center.collective.member import CollectiveMember
 from springline.center.collective.replica import Replica, Row
 from springline.center.collective.save import NO_STATE, Keeper
-from springline.center.collective.start import check_rule, compare
+from springline.center.collective.start import check_goes_on, check_rule, compare
 from springline.center.errors import (
     CenterError,
     NonFiniteError,
@@ -258,7 +258,10 @@ class CollectiveCenter(Center):
         saved = restore
         if directory is not None:
             self._keeper = Keeper(directory, self.plan, save_every)
-            saved = self._keeper.newest() or restore
+            own = self._keeper.newest()
+            if own is not None:
+                check_goes_on(checkpoint.describe(own).settings, self.settings)
+            saved = own or restore
         if saved is None:
             for name, value in self.layout.views(center).items():
                 if not np.isfinite(value).all():

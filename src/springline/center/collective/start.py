@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from springline.center.center import check_settings
 from springline.center.errors import CenterError, LayoutError, SettingsError
 from springline.center.layout import Layout
 from springline.rules.rule import Rule
@@ -26,6 +28,16 @@ def check_rule(center: CollectiveCenter, rule: Rule) -> None:
             f"The rule has workers={rule.workers}, but the process group has {center.group.size} "
             "ranks."
         )
+
+
+def check_goes_on(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to go on from a checkpoint with other settings.
+
+    A group may have become larger or smaller, though, and what depends on its size with it.
+    """
+    size = () if before.get("workers") == now["workers"] else ("workers", "moving_rate")
+    ours, its = ({k: v for k, v in each.items() if k not in size} for each in (before, now))
+    check_settings(ours, its)
 
 
 def compare(rank: int, other: dict[str, Any], first: dict[str, Any]) -> None:

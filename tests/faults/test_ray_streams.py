@@ -1,0 +1,120 @@
+"""Processes that end in the middle of an exchange through memory, on a real Ray cluster."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from ray_cluster import actors_of, end_center, pid_of
+from springline import ElasticAverage, Worker
+from springline.center import Layout
+from springline.center.ray import RayCenter
+
+VALUES = {"w": np.zeros(4_000_000, np.float32)}
+RULE = ElasticAverage(workers=2, period=1, moving_rate=0.25)
+
+
+@pytest.fixture
+def open_center(cluster, tmp_path):
+    opened = []
+
+    def open_center():
+        options = {"shards": 2, "storage": str(tmp_path / "storage"), "grace": 2.0}
+        given = tmp_path.name, Layout.of(VALUES), RULE, VALUES
+        opened.append(RayCenter.create_or_join(*given, **options))
+        return opened[-1]
+
+    yield open_center
+    for center in opened:
+        center.close()
+    end_center(tmp_path.name)
+
+
+def test_shards_are_killed(open_center, tmp_path, together, caplog):
+    """x and c stay between the first values of all, and meet in the end."""
+    workers = [Worker(VALUES, RULE, open_center(), rank, synchronous=False) for rank in range(2)]
+    for one in workers:
+        one.parameters["w"][:] = one.rank
+    under_way = threading.Barrier(3)
+
+    def train(one):
+        under_way.wait()
+        while not under_way.broken:
+            one.exchange()
+        for _ in range(60):
+            one.exchange()
+
+    def kill():
+        under_way.wait()
+        for name in ("shard-0", "shard-1", "shard-0"):
+            process = pid_of(actors_of(tmp_path.name)[name])
+            os.kill(process, signal.SIGKILL)
+            before = [one.member._row.exchanges for one in workers]
+            while any(
+                one.member._row.exchanges < n + 3 for one, n in zip(workers, before, strict=True)
+            ):
+                assert not under_way.broken
+        under_way.abort()
+
+    together(kill, *[lambda w=w: train(w) for w in workers])
+    assert all(one.member._streams.near == {0, 1} for one in workers)
+    assert "is back after" in caplog.text
+    c = workers[0].center.values()["w"]
+    assert 0 <= c.min() <= c.max() <= 1
+    for one in workers:
+        np.testing.assert_allclose(one.parameters["w"], c, atol=1e-6)
+
+
+STOPS = """
+import sys, time
+import numpy as np
+from springline import ElasticAverage, Worker
+from springline.center.ray import RayCenter
+
+center = RayCenter.open(sys.argv[1])
+values = {"w": np.zeros(4_000_000, np.float32)}
+worker = Worker(values, ElasticAverage(workers=2, moving_rate=0.25, period=1), center, 1)
+adopt, pieces = worker.member._adopt_piece, []
+
+def stop(*arguments):
+    pieces.append(arguments)
+    if len(pieces) == 5:
+        print("in the middle", flush=True)
+        time.sleep(600)
+    return adopt(*arguments)
+
+worker.member._adopt_piece = stop
+worker.parameters["w"][:] = 1
+worker.exchange()
+"""
+
+
+def test_a_worker_stops_in_the_middle_and_is_killed(open_center, tmp_path):
+    center = open_center()
+    one = Worker(VALUES, RULE, center, 0, synchronous=False)
+    process = subprocess.Popen(
+        [sys.executable, "-c", STOPS, tmp_path.name], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        with process.stdout:
+            assert process.stdout.readline() == "in the middle\n"
+        for _ in range(5):
+            one.exchange()  # nobody waits for it
+        assert center.members() == [0, 1]
+    finally:
+        process.kill()
+        process.wait()
+    while 1 in center.members():
+        one.exchange()
+    c = center.values()["w"]
+    assert 0 == c.min() < c.max() < 1  # what it had sent is there, and nothing else
+    again = Worker(VALUES, RULE, open_center(), 1, synchronous=False)
+    np.testing.assert_array_equal(again.parameters["w"], c)
+    for _ in range(60):
+        again.exchange()
+        one.exchange()
+    np.testing.assert_allclose(again.parameters["w"], one.parameters["w"], atol=1e-6)
