@@ -324,7 +324,7 @@ def test_a_group_does_not_go_on_with_another_rule(ranks, tmp_path):
     rule = ElasticAverage(workers=2, period=2, moving_rate=0.1)
     ranks(train(rule), 2)
     for other, difference in (
-        (ModelAverage(workers=2, period=2), "rule='elastic', this worker comes with rule='aver"),
+        (
             ModelAverage(workers=2, period=2),
             "rule='elastic', this worker comes with rule='average'",
         ),
