@@ -30,9 +30,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from springline.center.ray import NAMESPACE
 
 FULL = [
-    Case(25_000_000, p, s, rounds=20 if p == 1 else 10) for p in (1, 2, 4) for s in (1, 2, 4, 8)
+    Case(25_000_000, p, s, 20 if p == 1 else 10, rule)
+    for rule, shards in (("elastic", (1, 2, 4, 8)), ("averaging", (2,)), ("AGN", (2,)))
+    for p in (1, 2, 4)
+    for s in shards
 ]
-QUICK = [Case(500_000, p, s, rounds=3) for p, s in ((1, 1), (2, 2))]
+QUICK = [Case(500_000, 2, 2, 3, rule) for rule in ("elastic", "AGN")]
 _BUFFERS = 20  # of the model's size that Ray's memory has room for
 _INSIDE = "SPRINGLINE_BENCHMARK_NETWORK"
 

@@ -17,6 +17,7 @@ from ray_exchange_worker import Case, Times
 TARGET = 1.5
 TARGET_SIZE = 25_000_000
 COLUMNS = (
+    "rule",
     "workers",
     "shards",
     "memcpy, ms",
@@ -62,7 +63,7 @@ class Row:
     def check(self) -> Check:
         """Compare with the target."""
         met = self.ratio.median <= TARGET if self.case.parameters >= TARGET_SIZE else None
-        what = f"{self.case.workers} workers, {self.case.shards} shards"
+        what = f"{self.case.rule}, {self.case.workers} workers, {self.case.shards} shards"
         measured = f"{self.ratio.median:.2f} ({self._spread})"
         return Check(what, f"at most {TARGET:g} times the least", measured, met)
 
@@ -73,7 +74,8 @@ class Row:
     def cells(self) -> list[str]:
         """Return what stands under `COLUMNS`."""
         times = (self.memcpy, self.least, self.parts, self.exchange)
-        head = [str(self.case.workers), str(self.case.shards), *map(str, times)]
+        where = self.case.rule, str(self.case.workers), str(self.case.shards)
+        head = [*where, *map(str, times)]
         return [*head, f"{self.ratio.median:.2f}", self._spread, f"{self.to_parts.median:.2f}"]
 
 
@@ -85,7 +87,7 @@ def page(rows: Sequence[Row], command: str, load: float) -> str:
         [
             "# An exchange on Ray, against the least that Ray needs for the same bytes",
             "",
-            f"Made by `{command}`. {facts('ray')} {size}, elastic averaging, one Ray node on this "
+            f"Made by `{command}`. {facts('ray')} {size}, one Ray node on this "
             f"machine. The load before it began was {load:.1f} (of {os.cpu_count()} cores).",
             "",
             "![An exchange against the least on Ray](ray-exchange.png)",
@@ -105,8 +107,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(7.2, 3.4), dpi=150, layout="constrained")
         left, right = figure.subplots(1, 2)
-        for workers in sorted({row.case.workers for row in rows}):
-            shown = [row for row in rows if row.case.workers == workers]
+        elastic = [row for row in rows if row.case.rule == "elastic"]
+        for workers in sorted({row.case.workers for row in elastic}):
+            shown = [row for row in elastic if row.case.workers == workers]
             shards, colour = [row.case.shards for row in shown], COLOURS[workers]
             label = f"{workers} worker{'s' * (workers > 1)}"
             middle = [row.exchange.median for row in shown]
@@ -140,15 +143,21 @@ def _ms(seconds: Iterable[float]) -> Quartiles:
 
 _READING = """\
 The *least* is one `ray.put` of the buffer, an actor that gets it and returns a buffer of the same
-size, and one `ray.get` of that: what any center on Ray has to pay. An exchange adds what is its
-own: the shard makes `c ← c + α(x − c)`, the worker makes `x ← x − α(x − c)`, each in blocks that
-stay in cache. *In as many parts* is the same with an actor and a part of the buffer for every
-shard. All workers exchange at the same moment here, which is the worst case: workers that train
-come when they come.
+size, and one `ray.get` of that. *In as many parts* is the same with an actor and a part of the
+buffer for every shard. An exchange adds what is its own: the shard makes `c ← c + α(x − c)`, the
+worker makes `x ← x − α(x − c)`. All workers exchange at the same moment here, which is the worst
+case: workers that train come when they come.
 
 Between processes of one machine Ray sends nothing: a put is a copy, a get is none, and so the
-least is two copies. An exchange cannot do with so little: shard and worker each go through the
-model once more, and all of it happens on the same cores. **On one machine the center in shared
-memory is the one to use**, which `springline run` does without `--address`: it needs no copies, and
-an exchange takes about [two memcpys](exchange.md). Ray is for several machines, where an exchange
-[takes little more than its bytes](two-hosts.md)."""
+least is two copies. **Elastic averaging** does not send whole messages to a shard on its own
+machine: `x` goes through memory that the worker lends, a piece of 1 MB at a time, which the shard
+merges and answers while it is in cache, and while the worker fills the next. **Averaging and AGN**
+send whole messages, put and got as the least is, since a round needs all of `x` at once and an
+outer optimizer all of a parameter; shard and worker each go through the model once more, on the
+same cores, and so they take longer. Between machines
+[an exchange takes little more than its bytes](two-hosts.md) under every rule.
+
+On one machine alone the center in shared memory is the one to use, which `springline run` does
+without `--address`: an exchange takes about [two memcpys](exchange.md).
+
+The plot is of elastic averaging."""

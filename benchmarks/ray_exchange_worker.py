@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 from typing import Any, NamedTuple
@@ -13,9 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import ray
 
-from springline import ElasticAverage, Worker
+from springline import AGN, ElasticAverage, ModelAverage, Worker
 from springline.center import Layout
 from springline.center.ray import NAMESPACE, RayCenter, connect
+from springline.rules import SGD, Rule
 
 LEAST = "least"  # the actors that only take and give: least-0, least-1, …
 NEVER = 10**12  # a period: the benchmark calls `exchange` itself
@@ -28,6 +30,7 @@ class Case(NamedTuple):
     workers: int
     shards: int
     rounds: int
+    rule: str = "elastic"
 
 
 @dataclass
@@ -56,8 +59,13 @@ class Giver:
 def join(case: Case, rank: int) -> Worker:
     """Join the case's center, which is made by whoever comes first."""
     values = {"w": np.random.default_rng(rank).standard_normal(case.parameters, np.float32)}
-    rule = ElasticAverage(period=NEVER, workers=case.workers)
-    name = f"bench-{case.workers}-{case.shards}"
+    kinds: dict[str, Callable[..., Rule]] = {
+        "elastic": ElasticAverage,
+        "averaging": ModelAverage,
+        "AGN": partial(AGN, optimizer=SGD(0.1)),
+    }
+    rule = kinds[case.rule](period=NEVER, workers=case.workers)
+    name = f"bench-{case.rule}-{case.workers}-{case.shards}"
     layout = Layout.of(values)
     center = RayCenter.create_or_join(name, layout, rule, values, shards=case.shards)
     return Worker(values, rule, center, rank)
@@ -103,6 +111,8 @@ def measure(case: Case, rank: int, meeting: Barrier | threading.Barrier) -> Time
     times = Times()
     for k in range(case.rounds + 2):
         for what, call in (*kinds[k % 4 :], *kinds[: k % 4]):  # another is first in every round
+            if case.rule == "AGN" and what == "exchange":
+                worker.observe({"w": np.float32(1)})
             meeting.wait()
             start = time.perf_counter()
             call()

@@ -1,6 +1,6 @@
 """Faults of a center on Ray, on three hosts: how long the others wait, and what is lost.
 
-    python benchmarks/ray_faults.py                     # ten minutes; docs/many-machines-faults.md
+    python benchmarks/ray_faults.py                     # ten minutes; into docs/many-machines.md
     python benchmarks/ray_faults.py --only shard/agn    # some of them; the page keeps the others
 
 The hosts are namespaces on this machine, so this needs Linux and root. The faults are those of
@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 DRILL = Path(__file__).parents[1] / "tests" / "faults" / "ray_drill.py"
+HEADING = "## Faults, measured"
 COLUMNS = ("what happens", "rule", "usually, s", "longest wait, s", "lost")
 RULES = {"agn": "AGN", "elastic": "elastic", "average": "averaging"}
 
@@ -73,14 +74,14 @@ def drill(*words: str) -> Iterator[str]:
         raise SystemExit(f"The drill ended with status {process.returncode}.")
 
 
-def page(rows: Sequence[Row], before: str = "") -> str:
-    """Return the page for the docs; what is not among the rows is as it was before."""
+def section(rows: Sequence[Row], before: str = "") -> str:
+    """Return the section for the docs; what is not among the rows is as it was before."""
     lines = [line for line in before.splitlines() if line.startswith("| ")][2:]
     cells = {tuple(c[:2]): c for c in (line.strip("| ").split(" | ") for line in lines)}
     cells |= {tuple(c[:2]): c for c in (row.cells() for row in rows)}
     return "\n".join(
         [
-            "# Faults on many machines",
+            HEADING,
             "",
             f"Made by `python benchmarks/ray_faults.py`. {facts('ray')}",
             "",
@@ -152,9 +153,9 @@ def main() -> None:
             after = cases[len(rows)] if len(rows) < len(cases) else "done"
             progress.update(task, description=after, advance=1)
     options.out.mkdir(parents=True, exist_ok=True)
-    written = options.out / "many-machines-faults.md"
-    before = written.read_text("utf-8") if options.only and written.exists() else ""
-    written.write_text(page(rows, before), "utf-8")
+    written = options.out / "many-machines.md"
+    page, _, before = (written.read_text("utf-8") if written.exists() else "").partition(HEADING)
+    written.write_text(page + section(rows, before if options.only else ""), "utf-8")
     console.print(f"Written: {written}")
     raise SystemExit(any(row.error for row in rows))
 

@@ -19,6 +19,7 @@ from springline.center.errors import TakenOverError
 from springline.center.served import stream
 from springline.center.served.messages import Message, Sender
 from springline.center.served.near import SLOT, SLOTS, Guest, Ring
+from springline.center.served.parts import Parts
 from springline.center.served.peer import PeerLostError
 from springline.rules import SGD
 
@@ -162,10 +163,6 @@ def test_a_shard_on_another_machine_is_asked_once(serve, monkeypatch):
     service = serve()
     one = worker(service)
     asked = asked_of(service)
-
-    def elsewhere(address):
-        raise FileNotFoundError("no such process")
-
     monkeypatch.setattr("springline.center.served.shard.Guest", elsewhere)
     one.parameters["w"][:] = 4
     one.exchange()
@@ -179,7 +176,7 @@ def test_an_exchange_that_is_broken_off_leaves_nothing_under_way(serve, monkeypa
     service = serve()
     one, two = (worker(service, rank=rank) for rank in range(2))
     one.parameters["w"][:] = 4
-    adopt, pieces = one.member._adopt_piece, []
+    adopt, pieces = Parts.adopt_piece, []
 
     def interrupt(*arguments):
         pieces.append(arguments)
@@ -187,7 +184,7 @@ def test_an_exchange_that_is_broken_off_leaves_nothing_under_way(serve, monkeypa
             raise KeyboardInterrupt
         return adopt(*arguments)
 
-    monkeypatch.setattr(one.member, "_adopt_piece", interrupt)
+    monkeypatch.setattr(Parts, "adopt_piece", interrupt)
     with pytest.raises(KeyboardInterrupt):
         one.exchange()
     two.exchange()
@@ -195,6 +192,80 @@ def test_an_exchange_that_is_broken_off_leaves_nothing_under_way(serve, monkeypa
     one.exchange()
     np.testing.assert_array_equal(one.parameters["w"], center_of(service))
     assert one.center.version == 2
+
+
+class Dying(Guest):
+    """A shard's side that dies instead of giving an answer: the first time that `when` says so."""
+
+    when = None
+
+    def say(self, answer):
+        when, Dying.when = Dying.when, None
+        if when and when(answer):
+            raise PeerLostError("the shard has died")
+        Dying.when = when
+        super().say(answer)
+
+
+@pytest.fixture
+def dying(monkeypatch):
+    monkeypatch.setattr("springline.center.served.shard.Guest", Dying)
+
+    def dying(when):
+        monkeypatch.setattr(Dying, "when", staticmethod(when))
+
+    return dying
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_an_answer_is_lost(serve, dying, moves, monkeypatch, caplog):
+    """The worker goes on from the center there, and only there; also if the shard has moved."""
+    service = serve(shards=1)
+    one = worker(service)
+    answers = []
+
+    def fourth(answer):
+        answers.append(answer)
+        if len(answers) == 4 and moves:
+            monkeypatch.setattr(Guest, "__init__", elsewhere)
+        return len(answers) == 4
+
+    dying(fourth)
+    one.parameters["w"][:] = 4
+    one.exchange()
+    np.testing.assert_array_equal(center_of(service), 1)
+    lost = slice(3 * SLOT // 4, 4 * SLOT // 4)
+    np.testing.assert_array_equal(one.parameters["w"][lost], 1)
+    one.parameters["w"][lost] = 3
+    np.testing.assert_array_equal(one.parameters["w"], 3)
+    assert caplog.text.count("going on from the center") == 1
+    assert one.center.version == 1
+
+
+def elsewhere(*_):
+    raise FileNotFoundError("no such process")
+
+
+def test_a_refusal_is_lost(serve, dying):
+    service = serve(shards=1)
+    one = worker(service)
+    dying(lambda answer: answer < 4)  # of four blocks
+    one.parameters["w"][SIZE // 2] = np.inf
+    with pytest.raises(NonFiniteError, match="'w' of rank 0"):
+        one.exchange()
+    assert one.center.version == 0
+    np.testing.assert_array_equal(center_of(service), 0)
+
+
+@pytest.mark.parametrize("what", ["Ring", "POSSIBLE"])
+def test_a_worker_that_has_no_more_files_sends_messages(serve, monkeypatch, what):
+    service = serve()
+    one = worker(service)
+    monkeypatch.setattr(stream, what, elsewhere if what == "Ring" else False)
+    one.parameters["w"][:] = 4
+    one.exchange()
+    np.testing.assert_array_equal(center_of(service), 1)
+    np.testing.assert_array_equal(one.parameters["w"], 3)
 
 
 def message(number=1, incarnation=1, rank=0):
@@ -206,6 +277,7 @@ def message(number=1, incarnation=1, rank=0):
 LENDER = """
 import os, pickle, sys, time
 import numpy as np
+from springline.center.served.parts import Parts
 from springline.center.served.near import SLOTS, Ring
 ring = Ring()
 for slot in ring.slots:
@@ -244,7 +316,7 @@ def test_a_worker_is_killed_in_the_middle(serve, lend, background, options):
     service = serve(shards=1)
     shard = service.shards[0].target
     process, address = lend(2, *options)
-    waits = background(lambda: shard.stream(message(), False, address, 0))
+    waits = background(lambda: shard.stream(message(), False, address))
     while shard._book.pieces(message().sender) < 2:
         assert not waits.done()
     shard.exchange(replaced(message(rank=1), SIZE))  # nobody waits for it
@@ -265,7 +337,7 @@ def test_a_worker_that_has_stopped_makes_room_for_its_next_life(serve, lend, bac
     service = serve(shards=1)
     shard = service.shards[0].target
     process, address = lend(SLOTS)
-    waits = background(lambda: shard.stream(message(), False, address, 0))
+    waits = background(lambda: shard.stream(message(), False, address))
     while shard._book.pieces(message().sender) < SLOTS:
         assert not waits.done()
     process.send_signal(signal.SIGSTOP)
@@ -283,7 +355,7 @@ def test_a_shard_goes_on_in_the_middle_of_an_exchange(serve, tmp_path, lend, bac
     service = serve(shards=1, storage=str(tmp_path / "store"))
     shard = service.shards[0].target
     process, address = lend(3)
-    waits = background(lambda: shard.stream(message(), False, address, 0))
+    waits = background(lambda: shard.stream(message(), False, address))
     while shard._book.pieces(message().sender) < 3:
         assert not waits.done()
     shard.save()
@@ -299,6 +371,21 @@ def test_a_shard_goes_on_in_the_middle_of_an_exchange(serve, tmp_path, lend, bac
     one.parameters["w"][:] = 4
     one.exchange()
     np.testing.assert_array_equal(center_of(service), 1)
+
+
+def test_an_earlier_life_does_not_come_in_between(serve, lend, background):
+    service = serve(shards=1)
+    shard = service.shards[0].target
+    process, address = lend(3)
+    second = message(incarnation=2)
+    waits = background(lambda: shard.stream(second, False, address))
+    while shard._book.pieces(second.sender) < 3:
+        assert not waits.done()
+    process.kill()
+    waits.result(20)
+    with pytest.raises(TakenOverError, match="Rank 0 has been taken over"):
+        shard.exchange(replaced(message(5, incarnation=1), SIZE))
+    assert shard._book.pieces(second.sender) == 3
 
 
 def test_memory_of_somebody_else_is_refused():
@@ -329,7 +416,8 @@ def open_files():
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_nothing_stays_open(serve):
+@pytest.mark.parametrize("leaves", ["afterwards", "in the middle"])
+def test_nothing_stays_open(serve, monkeypatch, leaves):
     service = serve()
     before = open_files()
     one = worker(service)
@@ -342,5 +430,14 @@ def test_nothing_stays_open(serve):
             assert time.monotonic() < deadline
 
     wait_for(before + 2 * len(service.shards))  # the memory, and its mapping
+    if leaves == "in the middle":  # as a signal's handler does
+        adopt = Parts.adopt_piece
+
+        def leave(*arguments):
+            one.member.leave()
+            return adopt(*arguments)
+
+        monkeypatch.setattr(Parts, "adopt_piece", leave)
+        one.exchange()
     one.member.leave()
     wait_for(before)

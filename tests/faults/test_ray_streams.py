@@ -74,11 +74,12 @@ import sys, time
 import numpy as np
 from springline import ElasticAverage, Worker
 from springline.center.ray import RayCenter
+from springline.center.served.parts import Parts
 
 center = RayCenter.open(sys.argv[1])
 values = {"w": np.zeros(4_000_000, np.float32)}
 worker = Worker(values, ElasticAverage(workers=2, moving_rate=0.25, period=1), center, 1)
-adopt, pieces = worker.member._adopt_piece, []
+adopt, pieces = Parts.adopt_piece, []
 
 def stop(*arguments):
     pieces.append(arguments)
@@ -87,7 +88,7 @@ def stop(*arguments):
         time.sleep(600)
     return adopt(*arguments)
 
-worker.member._adopt_piece = stop
+Parts.adopt_piece = stop
 worker.parameters["w"][:] = 1
 worker.exchange()
 """

@@ -24,6 +24,7 @@ class Book:
     def __init__(self, steps: Sequence[int] = ()) -> None:
         self._rows = {rank: Row(steps=n) for rank, n in enumerate(steps)}
         self._pieces: dict[int, tuple[At, int]] = {}  # of an exchange that is not whole: those here
+        self._refused: dict[int, tuple[At, int]] = {}  # of the last exchange: the piece
         self._latest: dict[int, At] = {}  # of each rank, the exchange that was begun last
         self._turns: dict[int, threading.Lock] = {}
         self._table = threading.Lock()  # of the dictionaries above
@@ -35,6 +36,8 @@ class Book:
         book._rows = {int(rank): Row(*row) for rank, row in values["rows"].items()}
         pieces = values.get("pieces", {}).items()
         book._pieces = {int(rank): ((life, number), n) for rank, (life, number, n) in pieces}
+        book._latest = {rank: (row.incarnation, row.number) for rank, row in book._rows.items()}
+        book._latest |= {rank: at for rank, (at, _) in book._pieces.items()}
         return book
 
     def to_json(self) -> dict[str, Any]:
@@ -51,27 +54,36 @@ class Book:
 
     @contextlib.contextmanager
     def alone(self, sender: Sender) -> Iterator[None]:
-        """Let a rank do one thing at a time; what it had begun before should make room."""
-        rank = sender.rank
+        """Let a rank do one thing at a time: the latest. What it had begun before makes room.
+
+        Raises:
+            TakenOverError: this is not the latest.
+        """
         with self._table:
-            self._latest[rank] = max(self._latest.get(rank, (0, 0)), sender.at)
-            turn = self._turns.setdefault(rank, threading.Lock())
+            self._begin(sender)
+            turn = self._turns.setdefault(sender.rank, threading.Lock())
         with turn:
+            self.check_latest(sender)
             yield
 
     def check(self, sender: Sender) -> None:
         """Refuse a rank's earlier lives."""
         with self._table:
-            known = self._rows.get(sender.rank, Row()).incarnation
-        if sender.incarnation < known:
+            life, _ = self._begin(sender)
+        if sender.incarnation < life:
             raise taken_over(sender.rank)
 
     def check_latest(self, sender: Sender) -> None:
         """Refuse an exchange if its rank has begun another one."""
         with self._table:
-            latest = self._latest[sender.rank]
-        if latest > sender.at:
+            latest = self._begin(sender)
+        if sender.at < latest:
             raise taken_over(sender.rank)
+
+    def _begin(self, sender: Sender) -> At:
+        latest = max(self._latest.get(sender.rank, (0, 0)), sender.at)
+        self._latest[sender.rank] = latest
+        return latest
 
     def applied(self, sender: Sender) -> bool:
         """Whether an exchange is in the center."""
@@ -85,15 +97,24 @@ class Book:
             at, pieces = self._pieces.get(sender.rank, (None, 0))
         return pieces if at == sender.at else 0
 
+    def refused(self, sender: Sender) -> int | None:
+        """Return the piece of an exchange that was refused, if one was."""
+        with self._table:
+            at, piece = self._refused.get(sender.rank, (None, 0))
+        return piece if at == sender.at else None
+
     def note_pieces(self, sender: Sender, count: int) -> None:
         """Write down that so many pieces of an exchange are in the center."""
         with self._table:
             self._pieces[sender.rank] = sender.at, count
 
-    def note(self, sender: Sender) -> None:
-        """Write down that an exchange is in the center."""
+    def note(self, sender: Sender, refused: int | None = None) -> None:
+        """Write down that an exchange is in the center, as far as it was not refused."""
         with self._table:
             self._pieces.pop(sender.rank, None)
+            self._refused.pop(sender.rank, None)
+            if refused is not None:
+                self._refused[sender.rank] = sender.at, refused
             known = self._rows.get(sender.rank, Row())
             if sender.at >= (known.incarnation, known.number):
                 done = sender.steps, sender.exchanges

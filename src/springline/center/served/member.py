@@ -9,30 +9,26 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from springline.center.blocks import Block, Part, RefusedError, make_message, non_finite
 from springline.center.center import Local, Member
 from springline.center.errors import (
     CenterError,
     EndedError,
-    NonFiniteError,
     RankError,
     TakenOverError,
 )
-from springline.center.layout import Bytes
 from springline.center.served.head import BEAT
-from springline.center.served.messages import Message, Reply, Row, Sender, span
-from springline.center.served.near import AGAIN, Piece
+from springline.center.served.messages import Message, Reply, Row, Sender
+from springline.center.served.parts import Parts
 from springline.center.served.peer import Call, PeerLostError
 from springline.center.served.rounds import Rounds
 from springline.center.served.seats import NotAMemberError
-from springline.center.served.stream import Streams
+from springline.center.served.stream import Streams, say_forgotten
 from springline.center.waiting import wait_until
-from springline.rules.rule import CenterBlock, Rule
+from springline.rules.rule import Rule
 
 if TYPE_CHECKING:
     from springline.center.served.center import ServedCenter
@@ -59,12 +55,9 @@ class ServedMember(Member):
         self._row = Row(self._incarnation, 0, row.steps, row.exchanges, row.seconds)
         self._turn = threading.RLock()
         self._busy = False
-        self._bound: Local | None = None
-        self.parts: list[Part] = []
-        self.blocks: list[list[Block]] = []  # of each shard
-        self._streams = Streams(rule, ())
+        self._parts: Parts | None = None  # of the buffers that were exchanged last
+        self._streams: Streams | None = None
         self._rounds = Rounds(self) if rule.synchronous else None
-        self._outgoing: Bytes | None = None  # for messages that are not `x` itself
         self._gone = threading.Event()
         threading.Thread(target=self._beat, name="springline beat", daemon=True).start()
         try:
@@ -80,18 +73,21 @@ class ServedMember(Member):
             if self._busy:
                 raise CenterError(f"Rank {self.rank} is in the middle of an exchange.")
             start = time.perf_counter()
-            if local is not self._bound:
-                self._bind(local)
+            if self._parts is None or self._parts.local is not local:
+                where = self.center.plan, self.center.parts
+                self._parts = Parts(*where, self.rule, self.rank, local)
             self._busy = True
             try:
                 with np.errstate(over="raise", invalid="raise", divide="raise"):
                     if self._rounds:
-                        self._rounds.exchange(local)
+                        self._rounds.exchange(self._parts)
                     else:
-                        self._swap(local)
+                        self._swap(self._parts)
             finally:
                 self._busy = False
                 local.forget_gradients()
+                if self.left:  # meanwhile, by a signal
+                    self._close_streams()
             self._row = replace(
                 self._row,
                 steps=local.steps,
@@ -112,10 +108,14 @@ class ServedMember(Member):
         with self._turn:
             self.center.forget(self)
             if not self._busy:
-                self._streams.close()
+                self._close_streams()
             with contextlib.suppress(CenterError):  # nobody there: it is as good as left
                 head = self.center.head
                 Call(head, "leave", self.rank, self._incarnation, timeout=5.0).result()
+
+    def _close_streams(self) -> None:
+        if self._streams:
+            self._streams.close()
 
     def check_here(self) -> None:
         """Refuse to exchange when no longer a member."""
@@ -127,20 +127,23 @@ class ServedMember(Member):
 
     # Asynchronous rules.
 
-    def _swap(self, local: Local) -> None:
-        messages = dict(enumerate(self.messages(local)))
+    def _swap(self, parts: Parts) -> None:
+        messages = dict(enumerate(self.messages(parts)))
         at = messages[0].sender.at
-        peers, near = self.center.shards, self._streams.near
+        peers = self.center.shards
+        if self._streams is None:
+            self._streams = Streams(self.rule, parts.pieces)
+        near = {k: (peers[k], messages[k]) for k in self._streams.near}
         calls = {k: self.ask(k, "exchange", messages[k]) for k in messages if k not in near}
-        refused, others = self._streams.exchange(
-            {k: (peers[k], messages[k]) for k in near},
-            partial(self._adopt_piece, local),
-            self._patience,
-        )
-        calls |= {k: self.ask(k, "exchange", messages[k]) for k in others}
+        refused, far = self._streams.exchange(near, parts.adopt_piece, self._patience)
+        for k, had in far.items():
+            messages[k] = replace(messages[k], had=had)
+            calls[k] = self.ask(k, "exchange", messages[k])
         for k, call in calls.items():
             reply: Reply = call.result()
-            refused = self._adopt(k, reply, local) or refused
+            refused = parts.adopt(k, reply, messages[k].had) or refused
+            if self.rule.adopts_message and (reply.forgotten or reply.known > messages[k].had):
+                say_forgotten(peers[k])  # for the others it is the usual answer
             if self.rule.adopts_message or reply.refused is not None:
                 peers[k].tell("received", self.rank, at)
             if call.was_lost:
@@ -150,110 +153,14 @@ class ServedMember(Member):
                 self.ask(k, "discount", self.rank, at, self._row.exchanges).result()
             raise refused
 
-    def messages(self, local: Local) -> list[Message]:
-        """Return what is sent to each shard: `x` itself where the shard makes the message."""
-        x = local.x
-        if not self.rule.reads_center and not self.rule.synchronous:
-            x = self._make_messages(local)
-        elif self.rule.synchronous:
-            self._check_finite(local)
+    def messages(self, parts: Parts) -> list[Message]:
+        """Return what is sent to each shard."""
+        data, local = parts.data(), parts.local
         row = self._row = replace(self._row, number=self._row.number + 1)
         life = self.rank, self._incarnation, row.number
         sender = Sender(*life, local.steps, row.exchanges + 1, row.seconds)
-        seen, rates = local.seen.copy(), local.rates.copy()
-        return [
-            Message(sender, x[start:stop], local.gradients, seen, rates)
-            for start, stop in map(span, self.center.parts)
-        ]
-
-    def _make_messages(self, local: Local) -> Bytes:
-        if self._outgoing is None:
-            self._outgoing = self.center.layout.allocate()
-        for k, part in enumerate(self.parts):
-            start, stop = span(self.center.parts[k])
-            for block in self.blocks[k]:
-                entry = block.run.entry
-                out = part.view(block.run, self._outgoing[start:stop])
-                if block.rule.reads_center:
-                    np.copyto(out, block.local.x)
-                elif entry is None or local.seen[entry]:
-                    np.copyto(out, self._message(block, local))
-        return self._outgoing
-
-    def _check_finite(self, local: Local) -> None:
-        for blocks in self.blocks:
-            for block in blocks:
-                self._message(block, local)
-
-    def _message(self, block: Block, local: Local) -> Any:
-        try:
-            return make_message(block, local.gradients)
-        except RefusedError as error:
-            raise non_finite(self.center.layout, block.run, error.values, self.rank) from error
-
-    def _adopt(self, k: int, reply: Reply, local: Local) -> NonFiniteError | None:
-        """Adopt a shard's reply; return the error if a block of ours was refused there."""
-        if reply.forgotten:
-            start, stop = span(self.center.parts[k])
-            local.x[start:stop] = reply.data
-            if local.copy is not None:
-                local.copy[start:stop] = reply.data
-            self._say_forgotten(k)
-            return None
-        for number, block in enumerate(self.blocks[k]):
-            c = self.parts[k].view(block.run, reply.data)
-            if number == reply.refused:
-                return self._refused(block, c, local)
-            self._adopt_block(block, c, local)
-        return None
-
-    def _adopt_piece(
-        self, local: Local, k: int, piece: Piece, slot: Bytes, answer: int
-    ) -> NonFiniteError | None:
-        """Adopt a piece of a shard's reply; the same."""
-        pairs = zip(self.blocks[k][piece.blocks], piece.elements(slot), strict=True)
-        for number, (block, c) in enumerate(pairs):
-            if answer == AGAIN:
-                np.copyto(block.local.x, c)
-                if block.local.copy is not None:
-                    np.copyto(block.local.copy, c)
-            elif number == answer:
-                return self._refused(block, c, local)
-            elif self.rule.keeps_copy:
-                self._adopt_block(block, c, local)
-            else:
-                block.rule.adopt(block.local, c, c)  # what it adopts: its message, or the center
-        if answer == AGAIN:
-            self._say_forgotten(k)
-        return None
-
-    def _adopt_block(self, block: Block, c: Any, local: Local) -> None:
-        message = block.local.x
-        if self.rule.adopts_message:  # `c` is the center as it was before
-            message = block.rule.contribute(block.local, c, local.gradients)
-            if not block.rule.adopts_message:
-                after = CenterBlock(c.copy(), np.empty_like(c))
-                block.rule.merge(after, (message,), 0.0)
-                c = after.c
-        block.rule.adopt(block.local, message, c)
-
-    def _say_forgotten(self, k: int) -> None:
-        if self.rule.adopts_message:  # for the others it is the usual answer
-            _log.warning(
-                "%s had this exchange already, but its answer is lost: going on from the center.",
-                self.center.shards[k].name,
-            )
-
-    def _refused(self, block: Block, c: Any, local: Local) -> NonFiniteError:
-        where = self._where(block, c, local)
-        return non_finite(self.center.layout, block.run, where, self.rank)
-
-    def _where(self, block: Block, c: Any, local: Local) -> Any:
-        """Return what was not finite in a block that a shard refused."""
-        if block.rule.reads_center:
-            with np.errstate(all="ignore"):
-                return block.rule.contribute(block.local, c, local.gradients)
-        return block.local.x
+        own = local.gradients, local.seen.copy(), local.rates.copy()
+        return [Message(sender, part, *own) for part in data]
 
     # The head.
 
@@ -309,18 +216,3 @@ class ServedMember(Member):
                 return
             except Exception as error:  # whatever it is, the next one may do
                 _log.warning("Rank %d could not say that it is alive: %s", self.rank, error)
-
-    def _bind(self, local: Local) -> None:
-        """Lay the worker's buffers out as the blocks of each shard."""
-        self.parts, self.blocks = [], []
-        for runs in self.center.parts:
-            here = slice(*span(runs))
-            a, copy = (None if b is None else b[here] for b in (local.a, local.copy))
-            # `x` stands in for the center, which no message reads that is made here.
-            part = Part(self.center.plan, self.rule, runs, local.x[here], {})
-            shards = part.bind(local.x[here], part.room(), a, copy)
-            self.parts.append(part)
-            self.blocks.append([block for shard in shards for block in shard])
-        self._streams.close()
-        self._streams = Streams(self.rule, [[b.run for b in blocks] for blocks in self.blocks])
-        self._bound = local

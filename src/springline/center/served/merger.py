@@ -19,7 +19,7 @@ from springline.center.blocks import (
 from springline.center.layout import Bytes, Run
 from springline.center.plan import Plan
 from springline.center.served.messages import Message
-from springline.center.served.near import pieces
+from springline.center.served.near import first_block, pieces
 from springline.rules.rule import CenterBlock, LocalBlock, Rule
 
 _ERRORS: Mapping[str, Any] = {"over": "raise", "invalid": "raise", "divide": "raise"}
@@ -64,7 +64,7 @@ class Merger:
         Args:
             message: whole.
             c: the center as the message is to see it, if that is not as it is.
-            done: pieces that are in the center already.
+            done: pieces that are in the center already, or not to be touched.
 
         Returns:
             The number of the block that was refused, if one was; it ends there.
@@ -72,7 +72,7 @@ class Merger:
         part, _, room = self._of(message.sender.rank)
         with np.errstate(**_ERRORS):
             blocks = [block for shard in part.bind(message.data, room) for block in shard]
-            for number in range(self._pieces[done - 1].blocks.stop if done else 0, len(blocks)):
+            for number in range(first_block(self._pieces, done), len(blocks)):
                 block = blocks[number]
                 try:
                     _merge(block, message, None if c is None else part.view(block.run, c))

@@ -51,6 +51,8 @@ class Message:
         gradients: how many gradients an accumulated one holds.
         seen: per entry of the layout, whether it has a gradient.
         rates: per entry, its learning rate.
+        had: pieces that the worker has exchanged already, on the same machine; they are no more
+            to be touched.
     """
 
     sender: Sender
@@ -58,6 +60,7 @@ class Message:
     gradients: int
     seen: NDArray[np.bool_]
     rates: NDArray[np.float64]
+    had: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,11 +73,13 @@ class Reply:
         refused: the number of the block that was not finite; those from it on were not applied.
         forgotten: the exchange was applied, but what `c` was before it is not known any more:
             `data` is the center now, for the worker to go on from.
+        known: the same, of the first pieces only.
     """
 
     data: Any
     refused: int | None = None
     forgotten: bool = False
+    known: int = 0
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import mmap
 import os
 import secrets
 import select
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +23,12 @@ from springline.center.layout import Bytes, Run
 
 SLOT = 1024 * 1024  # bytes: four blocks, which stay in cache on their way there and back
 SLOTS = 4  # pieces that may be under way at once
-AGAIN = 255  # the answer for a piece that was applied before; the slot holds the center as it is
-_BLOCKS = 64  # of a piece, at most
+# Answers other than the number of blocks that were applied; the slot then holds the center now.
+AGAIN = 255  # it was applied before
+REFUSED = 254  # it was refused before
 _TOKEN = 16
 _SIZE = SLOTS * SLOT + _TOKEN
-POSSIBLE = sys.platform == "linux"
+POSSIBLE = hasattr(os, "memfd_create") and hasattr(select, "poll")  # Linux, with a recent libc
 
 
 class LeftError(Exception):
@@ -57,19 +57,21 @@ class Address:
 
 
 class Ring:
-    """The worker's side."""
+    """The worker's side.
+
+    Raises:
+        OSError: there are no more files, or no memory.
+    """
 
     def __init__(self) -> None:
-        self._pipes: tuple[int, ...] = ()
-        self._memory = -1
-        self.renew()
-
-    def renew(self) -> None:
-        """Take new memory; what is still written to the old one, nobody sees."""
-        self.close()
+        self._ends: list[int] = []  # the shard reads the first, we write the second; and so back
         self._memory = os.memfd_create("springline", os.MFD_CLOEXEC)
-        os.truncate(self._memory, _SIZE)
-        room = mmap.mmap(self._memory, _SIZE)
+        try:
+            os.truncate(self._memory, _SIZE)
+            room = mmap.mmap(self._memory, _SIZE)
+        except BaseException:
+            self.close()
+            raise
         self._token = secrets.token_bytes(_TOKEN)
         room[-_TOKEN:] = self._token
         self.slots = _slots(room)
@@ -77,37 +79,36 @@ class Ring:
     def open(self) -> Address:
         """Make pipes."""
         self.hang_up()
-        reads, says = os.pipe()
-        hears, writes = os.pipe()
-        self._pipes = says, hears, reads, writes
-        ends = ((end, os.fstat(end).st_ino) for end in (reads, writes))
-        return Address(_network(), os.getpid(), self._token, self._memory, *ends)
+        for _ in range(2):
+            self._ends += os.pipe()
+        reads, _, _, writes = self._ends
+        there, back = ((end, os.fstat(end).st_ino) for end in (reads, writes))
+        return Address(_network(), os.getpid(), self._token, self._memory, there, back)
 
     def say(self) -> None:
         """Tell that the next slot is filled."""
-        os.write(self._pipes[0], b"\0")
+        os.write(self._ends[1], b"\0")
 
     def fileno(self) -> int:
         """Return what is readable when there is an answer."""
-        return self._pipes[1]
+        return self._ends[2]
 
     def hear(self) -> bytes:
         """Return the answers that are there, a byte for each slot; wait for the first."""
-        return os.read(self._pipes[1], SLOTS)
+        return os.read(self._ends[2], SLOTS)
 
     def hang_up(self) -> None:
         """Let go of the pipes; whoever reads from them is told."""
-        for end in self._pipes:
-            os.close(end)
-        self._pipes = ()
+        while self._ends:
+            os.close(self._ends.pop())
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Let go of everything. A shard may still write to the memory; nobody sees it."""
         self.hang_up()
         self.slots = []
-        if self._memory >= 0:
-            os.close(self._memory)
-        self._memory = -1
+        memory, self._memory = self._memory, -1
+        if memory >= 0:
+            os.close(memory)
 
 
 class Guest:
@@ -150,14 +151,17 @@ class Guest:
             if not os.read(self._hears, 1):
                 raise LeftError
             return True
-        # The worker may be gone and its pipe held by a child of it.
+        if not self._is_there():
+            raise LeftError
+        return False
+
+    def _is_there(self) -> bool:
+        """Whether the worker still has its pipe, which a child of it may hold when it is gone."""
         end, inode = self._there
         try:
-            if Path(f"{self._where}/{end}").stat().st_ino == inode:
-                return False
-        except OSError as error:
-            raise LeftError from error
-        raise LeftError
+            return Path(f"{self._where}/{end}").stat().st_ino == inode
+        except OSError:
+            return False
 
     def say(self, answer: int) -> None:
         """Answer for a slot."""
@@ -170,6 +174,7 @@ class Guest:
         memory = self._open(address.memory, os.O_RDWR)
         if os.fstat(memory).st_size == _SIZE:
             room = mmap.mmap(memory, _SIZE, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            os.close(self._ends.pop())  # the map has its own
             if room[-_TOKEN:] == address.token:
                 return _slots(room)
         raise OSError("this is another process, perhaps on another machine")
@@ -209,12 +214,16 @@ def pieces(runs: Sequence[Run]) -> list[Piece]:
     found: list[Piece] = []
     start = 0
     for k in range(1, len(runs) + 1):
-        last = k == len(runs) or k - start == _BLOCKS
-        if last or runs[k].stop - runs[start].start > SLOT:
+        if k == len(runs) or runs[k].stop - runs[start].start > SLOT:
             place = slice(runs[start].start - runs[0].start, runs[k - 1].stop - runs[0].start)
             found.append(Piece(slice(start, k), runs[start:k], place))
             start = k
     return found
+
+
+def first_block(pieces: Sequence[Piece], after: int) -> int:
+    """Return the number of the first block after so many pieces."""
+    return pieces[after - 1].blocks.stop if after else 0
 
 
 def _network() -> int:

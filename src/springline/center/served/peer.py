@@ -101,7 +101,7 @@ class Call:
                 _log.warning("%s is gone. Asking again. (%s)", self._peer.name, error)
             self._said = True
         else:
-            self.is_back()
+            self.heard()
             return True
         waited = time.monotonic() - self._start
         if self._timeout is not None and waited > self._timeout:
@@ -117,12 +117,13 @@ class Call:
             self._pending = self._ask()
         return False
 
-    def is_back(self) -> None:
-        """Say so, if it was said that the peer was gone."""
+    def heard(self) -> None:
+        """Note that the peer is there, and say so if it was said that it was gone."""
+        now = time.monotonic()
         if self._said:
-            passed = time.monotonic() - self._start
-            _log.warning("%s is back after %.1f s.", self._peer.name, passed)
+            _log.warning("%s is back after %.1f s.", self._peer.name, now - self._start)
         self._said = False
+        self._start, self._warn_at = now, now + WARN_EVERY
 
     def _ask(self) -> Pending:
         return self._peer.ask(self._method, *self._arguments)

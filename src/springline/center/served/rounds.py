@@ -12,10 +12,10 @@ import contextlib
 import time
 from typing import TYPE_CHECKING
 
-from springline.center.center import Local
 from springline.center.errors import CenterError
 from springline.center.served.head import BEAT
 from springline.center.served.messages import Message, Reply
+from springline.center.served.parts import Parts
 
 _RESENT = 10.0  # seconds that others have to send again what a restarted shard has lost
 
@@ -30,20 +30,20 @@ class Rounds:
         self._member = member
         self._contributors: list[int] = []  # of the last round
 
-    def exchange(self, local: Local) -> None:
+    def exchange(self, parts: Parts) -> None:
         """Take part in one round."""
         number = 0
         done = False
         try:
             while not done:
                 number = self._begin()
-                messages = self._member.messages(local)
+                messages = self._member.messages(parts)
                 self._contribute(messages, number)
                 # It may have been closed without us meanwhile; then we are in the next.
                 done = self._settle(number, contributed=True)
             done = False
             self._member.wait(lambda seconds: self._closed(number, seconds), f"round {number}")
-            self._reduce(messages, number)
+            self._reduce(parts, messages, number)
             done = True
         finally:
             if number and not done and not self._member.left:
@@ -83,7 +83,7 @@ class Rounds:
         self._settle(number, contributed=True)
         return list(ranks) or [self._member.rank]
 
-    def _reduce(self, messages: list[Message], number: int) -> None:
+    def _reduce(self, parts: Parts, messages: list[Message], number: int) -> None:
         """Take a round's mean from every shard."""
         sender, asked = messages[0].sender, self._contributors
         calls = [self._member.ask(k, "reduce", number, asked, sender) for k in range(len(messages))]
@@ -91,9 +91,7 @@ class Rounds:
             answer = call.result()
             if isinstance(answer, list):
                 answer = self._reduce_again(k, messages[k], number)
-            for block in self._member.blocks[k]:
-                c = self._member.parts[k].view(block.run, answer.data)
-                block.rule.adopt(block.local, block.local.x, c)
+            parts.adopt_mean(k, answer.data)
 
     def _reduce_again(self, k: int, message: Message, number: int) -> Reply:
         """Take the mean from a shard that was started again: what it had been sent is gone.

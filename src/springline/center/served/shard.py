@@ -30,13 +30,13 @@ from springline.center.served.book import Book
 from springline.center.served.checkpoints import Checkpoints
 from springline.center.served.merger import Merger
 from springline.center.served.messages import Message, Reply, Row, Sender, cut, span
-from springline.center.served.near import AGAIN, Address, Guest, LeftError
+from springline.center.served.near import AGAIN, REFUSED, Address, Guest, LeftError
 from springline.center.served.replies import Replies
 from springline.center.served.slots import Slots
 from springline.center.served.storage import Saved
 from springline.rules.rule import Rule
 
-_LOOK = 0.5  # seconds between two looks whether a worker that streams is still there
+_AWAY = 0.5  # seconds without a piece after which we look whether the worker is still there
 
 
 class Shard:
@@ -115,14 +115,13 @@ class Shard:
             self._note(sender)
         return reply
 
-    def stream(self, message: Message, before: bool, address: Address, start: int) -> bool:
+    def stream(self, message: Message, before: bool, address: Address) -> bool:
         """Apply a worker's exchange, once, as its pieces come.
 
         Args:
             message: all but its data.
             before: whether the worker wants to know `c` as it was, beside what it adopts.
-            address: of the memory through which that comes.
-            start: the first piece that the worker wants an answer to.
+            address: of the memory through which the data comes.
 
         Returns:
             Whether the memory can be reached from here.
@@ -132,29 +131,30 @@ class Shard:
         except OSError:
             return False
         with guest, contextlib.suppress(LeftError):
-            self._check_ready()
+            self._check(message.sender)
             with self._book.alone(message.sender):
-                self._stream(message, before, guest, start)
+                self._stream(message, before, guest)
         return True
 
-    def _stream(self, message: Message, before: bool, guest: Guest, start: int) -> None:
-        sender = message.sender
-        self._check(sender)
-        for piece in range(start, self._merger.pieces):
-            while not guest.wait(_LOOK):
+    def _stream(self, message: Message, before: bool, guest: Guest) -> None:
+        sender, count = message.sender, self._merger.pieces
+        refused = self._book.refused(sender)
+        for piece in range(message.had, count):
+            while not guest.wait(_AWAY):
                 self._book.check_latest(sender)
             slot = guest.slots[piece % len(guest.slots)]
             with self._locked():
                 if self._book.applied(sender) or piece < self._book.pieces(sender):
                     self._merger.show(piece, slot)
-                    guest.say(AGAIN)
-                    continue
-                applied, all_of_it = self._merger.swap(piece, slot, message, before)
-                self._book.note_pieces(sender, piece + 1)
-                if not all_of_it or piece + 1 == self._merger.pieces:
-                    self._note(sender)
-            guest.say(applied)
-            if not all_of_it:
+                    answer, whole = AGAIN if piece != refused else REFUSED, piece != refused
+                else:
+                    answer, whole = self._merger.swap(piece, slot, message, before)
+                    if whole and piece + 1 < count:
+                        self._book.note_pieces(sender, piece + 1)
+                    else:
+                        self._note(sender, None if whole else piece)
+            guest.say(answer)
+            if not whole:
                 return
 
     def received(self, rank: int, at: tuple[int, int]) -> None:
@@ -251,11 +251,12 @@ class Shard:
         before: Any = None
         if self._rule.adopts_message:
             before = self._center.copy() if unlocked else self.snapshot()
-        done = self._book.pieces(message.sender)
+        known = self._book.pieces(message.sender)
+        done = max(known, message.had)
         refused = self._merger.apply(message, before if unlocked else None, done)
         if before is None:
-            return Reply(self.snapshot(), refused)
-        return Reply(self.send(before) if unlocked else before, refused)
+            return Reply(self.snapshot(), refused, known=known)
+        return Reply(self.send(before) if unlocked else before, refused, known=known)
 
     def snapshot(self) -> Any:
         """Return a copy of the center as it is sent to workers."""
@@ -278,8 +279,8 @@ class Shard:
         if not self._ready:
             raise self._problem
 
-    def _note(self, sender: Sender) -> None:
-        self._book.note(sender)
+    def _note(self, sender: Sender, refused: int | None = None) -> None:
+        self._book.note(sender, refused)
         if self._checkpoints:
             self._checkpoints.count()
 

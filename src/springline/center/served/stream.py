@@ -9,17 +9,19 @@ It is for rules without an outer optimizer: that counts its steps per parameter,
 
 from __future__ import annotations
 
+import logging
 import select
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from springline.center.errors import NonFiniteError
-from springline.center.layout import Bytes, Run
+from springline.center.layout import Bytes
 from springline.center.served.messages import Message
-from springline.center.served.near import POSSIBLE, SLOT, SLOTS, Piece, Ring, pieces
+from springline.center.served.near import AGAIN, POSSIBLE, SLOT, SLOTS, Piece, Ring
 from springline.center.served.peer import Call, Peer, Pending
 from springline.rules.rule import Rule
 
@@ -27,6 +29,7 @@ from springline.rules.rule import Rule
 # refused.
 Adopt = Callable[[int, Piece, Bytes, int], NonFiniteError | None]
 _LOOK = 0.2  # seconds without a word from any shard after which we look whether they are there
+_log = logging.getLogger("springline")
 _NOTHING = np.empty(0, np.uint8)
 
 
@@ -35,82 +38,68 @@ class Streams:
 
     Args:
         rule: the worker's.
-        shards: the blocks of each.
+        pieces: of each shard.
     """
 
-    def __init__(self, rule: Rule, shards: Sequence[Sequence[Run]]) -> None:
+    def __init__(self, rule: Rule, pieces: Sequence[Sequence[Piece]]) -> None:
         self._before = rule.keeps_copy
-        fits = rule.adopts_message and rule.reads_center and rule.outer is None
-        self._pieces = [pieces(runs) for runs in shards]
-        self._rings: dict[int, Ring] = {
-            k: Ring()
-            for k, runs in enumerate(shards)
-            if POSSIBLE and fits and runs[-1].stop - runs[0].start > SLOT * SLOTS
-        }
-        self._elsewhere: set[int] = set()
-
-    @property
-    def near(self) -> set[int]:
-        """The shards that may be here."""
-        return set(self._rings) - self._elsewhere
+        self._pieces = pieces
+        fits = POSSIBLE and rule.adopts_message and rule.reads_center and rule.outer is None
+        large = [k for k, shard in enumerate(pieces) if shard[-1].place.stop > SLOT * SLOTS]
+        self._fits = set(large if fits else [])
+        self.near = set(self._fits)  # which may be here
+        self._rings: dict[int, Ring] = {}
 
     def look_again(self, shard: int) -> None:
         """Take it that a shard that was started again may be here now."""
-        self._elsewhere.discard(shard)
+        self.near |= self._fits & {shard}
 
     def exchange(
         self,
         shards: Mapping[int, tuple[Peer, Message]],
         adopt: Adopt,
         timeout: float | None,
-    ) -> tuple[NonFiniteError | None, set[int]]:
+    ) -> tuple[NonFiniteError | None, dict[int, int]]:
         """Exchange with these shards.
 
         Returns:
-            The error if a block was refused, and those shards that are not here.
+            The error if a block was refused; and of those shards that are not here, or cannot be
+            reached like this, how many pieces were exchanged before.
         """
+        streams: dict[int, Stream] = {}
         try:
-            streams = {
-                k: Stream(
-                    peer,
-                    message,
-                    self._before,
-                    self._rings[k],
-                    self._pieces[k],
-                    partial(adopt, k),
-                    timeout,
-                )
-                for k, (peer, message) in shards.items()
-            }
+            for k, (peer, message) in shards.items():
+                ring = self._rings.pop(k, None)  # put back when nothing is under way any more
+                own = ring, self._pieces[k], partial(adopt, k)
+                streams[k] = Stream(peer, message, self._before, *own, timeout)
             _finish(list(streams.values()))
-        except BaseException:
-            for k in shards:  # whose pieces are still under way
-                self._rings[k].renew()
-            raise
-        far = {k for k, stream in streams.items() if stream.far}
-        self._elsewhere |= far
-        for k in shards:
-            self._rings[k].hang_up()
-        for k in far:
-            self._rings[k].renew()  # gives back the memory that was filled
+            far = {k: stream.adopted for k, stream in streams.items() if stream.far}
+            self.near -= set(far)
+            for k in shards.keys() - far.keys():
+                self._rings[k] = streams[k].let_go()
+        finally:
+            for stream in streams.values():
+                stream.close()
         refused = [stream.refused for stream in streams.values() if stream.refused]
         return refused[-1] if refused else None, far
 
     def close(self) -> None:
         """Let go of the memory."""
-        for ring in self._rings.values():
-            ring.close()
-        self._rings = {}
+        while self._rings:
+            self._rings.popitem()[1].close()
 
 
 class Stream(Call):
     """An exchange with a shard, piece by piece.
 
+    If the call is lost, the pieces that were not answered are sent again, and of those that the
+    shard had applied the worker takes the center.
+
     Args:
         peer: the shard.
         message: what is sent to it.
         before: whether the answer is to be `c` as it was.
-        ring: through which.
+        ring: through which, or None for a new one.
         pieces: of it.
         adopt: what is done with an answer: piece, slot and answer.
         timeout: as of any call.
@@ -121,45 +110,52 @@ class Stream(Call):
         peer: Peer,
         message: Message,
         before: bool,
-        ring: Ring,
+        ring: Ring | None,
         pieces: Sequence[Piece],
         adopt: Callable[[Piece, Bytes, int], NonFiniteError | None],
         timeout: float | None,
     ) -> None:
         self._x = message.data
+        self._message = replace(message, data=_NOTHING)
+        self._before = before
         self._ring = ring
         self._pieces = pieces
         self._adopt = adopt
-        self._filled = self._adopted = 0
+        self._filled = self.adopted = 0
+        self._forgotten = False
         self.far = False
         self.refused: NonFiniteError | None = None
-        bare = replace(message, data=_NOTHING)
-        super().__init__(peer, "stream", bare, before, timeout=timeout)
+        super().__init__(peer, "stream", timeout=timeout)
 
     @property
     def done(self) -> bool:
         """Whether nothing is under way any more."""
-        return self.far or self.refused is not None or self._adopted == len(self._pieces)
+        return self.far or self.refused is not None or self.adopted == len(self._pieces)
+
+    @property
+    def ring(self) -> Ring:
+        """The memory and the pipes."""
+        assert self._ring is not None  # noqa: S101 - it is there unless the shard is far
+        return self._ring
 
     def fill(self) -> None:
         """Fill a slot, if one is free."""
-        if self._filled < min(len(self._pieces), self._adopted + SLOTS):
+        if not self.far and self._filled < min(len(self._pieces), self.adopted + SLOTS):
             data = self._x[self._pieces[self._filled].place]
-            np.copyto(self._ring.slots[self._filled % SLOTS][: len(data)], data)
+            np.copyto(self.ring.slots[self._filled % SLOTS][: len(data)], data)
             self._filled += 1
-            self._ring.say()
-
-    def fileno(self) -> int:
-        """Return what is readable when there are answers."""
-        return self._ring.fileno()
+            self.ring.say()
 
     def advance(self) -> None:
         """Adopt the answers that are there, and send what comes next."""
-        self.is_back()
-        for answer in self._ring.hear():
-            piece, slot = self._pieces[self._adopted], self._ring.slots[self._adopted % SLOTS]
+        self.heard()
+        for answer in self.ring.hear():
+            piece, slot = self._pieces[self.adopted], self.ring.slots[self.adopted % SLOTS]
             self.refused = self._adopt(piece, slot, answer)
-            self._adopted += 1
+            self.adopted += 1
+            if answer == AGAIN and not self._forgotten:
+                say_forgotten(self._peer)
+                self._forgotten = True
             if self.refused:
                 return
             self.fill()
@@ -167,17 +163,55 @@ class Stream(Call):
     def check(self) -> None:
         """Look what became of the call, as nothing comes any more."""
         if self.look(0):
-            self.far = self.answer is False
+            self.far = self.far or self.answer is False
             if not (self.far or _ready([self], 0)):  # that was the answer to somebody else
                 self._pending = self._ask()
-        for _ in range(SLOTS if not self.far else 0):
+        for _ in range(SLOTS):
             self.fill()
 
+    def let_go(self) -> Ring:
+        """Return the ring, for the next exchange."""
+        ring, self._ring = self.ring, None
+        ring.hang_up()
+        return ring
+
+    def close(self) -> None:
+        """Let go of the ring, if it was not returned."""
+        ring, self._ring = self._ring, None
+        if ring:
+            ring.close()
+
     def _ask(self) -> Pending:
-        if self._filled:
-            self._ring.renew()  # the old slots may still be written to
-        self._filled = self._adopted
-        return self._peer.ask(self._method, *self._arguments, self._ring.open(), self._adopted)
+        try:
+            if self._filled:
+                self.close()  # its slots may still be written to
+            self._ring = self._ring or Ring()
+            address = self._ring.open()
+        except OSError:  # no more files, for instance
+            self.far = True
+            return _Answered(False)
+        self._filled = self.adopted
+        message = replace(self._message, had=self.adopted)
+        try:
+            return self._peer.ask("stream", message, self._before, address)
+        except BaseException:
+            self.close()
+            raise
+
+
+class _Answered:
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+
+    def result(self, timeout: float) -> Any:
+        return self._answer
+
+
+def say_forgotten(peer: Peer) -> None:
+    """Say that an exchange was applied, but not what the worker would have adopted."""
+    _log.warning(
+        "%s had this exchange already, but its answer is lost: going on from the center.", peer.name
+    )
 
 
 def _finish(streams: Sequence[Stream]) -> None:
@@ -188,7 +222,7 @@ def _finish(streams: Sequence[Stream]) -> None:
     while streams := [stream for stream in streams if not stream.done]:
         ready = _ready(streams, _LOOK)
         for stream in streams:
-            if stream.fileno() in ready:
+            if stream.ring.fileno() in ready:
                 stream.advance()
             elif not ready:
                 stream.check()
@@ -198,5 +232,5 @@ def _ready(streams: Sequence[Stream], seconds: float) -> set[int]:
     """Return where there are answers; wait for the first."""
     poll = select.poll()
     for stream in streams:
-        poll.register(stream, select.POLLIN)
+        poll.register(stream.ring, select.POLLIN)
     return {end for end, _ in poll.poll(seconds * 1000)}
