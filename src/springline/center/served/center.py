@@ -68,7 +68,7 @@ class ServedCenter(Center):
         return [Progress(row.steps, row.exchanges, row.seconds) for row in known]
 
     def read(self, out: Bytes | None = None) -> Bytes:
-        """Copy the center, consistent per shard, into a flat buffer."""
+        """Copy the center into a flat buffer, consistent per shard, or per piece of one."""
         out = self.layout.allocate() if out is None else out
         self._read(out)
         return out
