@@ -20,6 +20,7 @@ from springline.center.ray import NAMESPACE, RayCenter, connect
 from springline.rules import SGD, Rule
 
 LEAST = "least"  # the actors that only take and give: least-0, least-1, …
+TENSORS = 8  # an outer optimizer sees whole ones, and so they are not cut between shards
 NEVER = 10**12  # a period: the benchmark calls `exchange` itself
 
 
@@ -58,7 +59,8 @@ class Giver:
 
 def join(case: Case, rank: int) -> Worker:
     """Join the case's center, which is made by whoever comes first."""
-    values = {"w": np.random.default_rng(rank).standard_normal(case.parameters, np.float32)}
+    first = np.random.default_rng(rank).standard_normal(case.parameters, np.float32)
+    values = {f"w{k}": part for k, part in enumerate(np.split(first, TENSORS))}
     kinds: dict[str, Callable[..., Rule]] = {
         "elastic": ElasticAverage,
         "averaging": ModelAverage,
@@ -112,7 +114,7 @@ def measure(case: Case, rank: int, meeting: Barrier | threading.Barrier) -> Time
     for k in range(case.rounds + 2):
         for what, call in (*kinds[k % 4 :], *kinds[: k % 4]):  # another is first in every round
             if case.rule == "AGN" and what == "exchange":
-                worker.observe({"w": np.float32(1)})
+                worker.observe(dict.fromkeys(worker.parameters, np.ones(1, np.float32)))
             meeting.wait()
             start = time.perf_counter()
             call()

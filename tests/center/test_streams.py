@@ -163,7 +163,7 @@ def test_a_shard_on_another_machine_is_asked_once(serve, monkeypatch):
     service = serve()
     one = worker(service)
     asked = asked_of(service)
-    monkeypatch.setattr("springline.center.served.shard.Guest", elsewhere)
+    monkeypatch.setattr("springline.center.served.near_shard.Guest", elsewhere)
     one.parameters["w"][:] = 4
     one.exchange()
     np.testing.assert_array_equal(center_of(service), 1)
@@ -209,7 +209,7 @@ class Dying(Guest):
 
 @pytest.fixture
 def dying(monkeypatch):
-    monkeypatch.setattr("springline.center.served.shard.Guest", Dying)
+    monkeypatch.setattr("springline.center.served.near_shard.Guest", Dying)
 
     def dying(when):
         monkeypatch.setattr(Dying, "when", staticmethod(when))

@@ -28,7 +28,7 @@ from springline.center.ray_peer import (
 )
 from springline.center.served.head import Head
 from springline.center.served.messages import Row, latest
-from springline.center.served.shard import Shard
+from springline.center.served.near_shard import NearShard
 from springline.rules.rule import Rule
 
 _SAVING = 60.0  # seconds that a shard may take to write itself for the last time
@@ -38,7 +38,7 @@ _log = logging.getLogger("springline")
 _MALLOC = ((-1, 2**31 - 1), (-3, 2**30))  # glibc: keep freed memory; reuse it for large arrays
 
 
-class RayShard(Shard):
+class RayShard(NearShard):
     """A shard in an actor."""
 
     def __init__(self, *arguments: Any) -> None:

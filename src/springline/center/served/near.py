@@ -11,7 +11,7 @@ import mmap
 import os
 import secrets
 import select
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ SLOTS = 4  # pieces that may be under way at once
 # Answers other than the number of blocks that were applied; the slot then holds the center now.
 AGAIN = 255  # it was applied before
 REFUSED = 254  # it was refused before
+_AWAY = 0.5  # seconds without a piece after which we look whether the worker is still there
 _TOKEN = 16
 _SIZE = SLOTS * SLOT + _TOKEN
 POSSIBLE = hasattr(os, "memfd_create") and hasattr(select, "poll")  # Linux, with a recent libc
@@ -139,21 +140,23 @@ class Guest:
         while self._ends:
             os.close(self._ends.pop())
 
-    def wait(self, seconds: float) -> bool:
-        """Wait until another slot is filled, but not longer than this; return whether it is.
+    def wait(self, check: Callable[[], object]) -> None:
+        """Wait until another slot is filled.
+
+        Args:
+            check: is called now and then, and may raise.
 
         Raises:
             LeftError: none will be.
         """
         poll = select.poll()
         poll.register(self._hears, select.POLLIN)
-        if poll.poll(seconds * 1000):
-            if not os.read(self._hears, 1):
+        while not poll.poll(_AWAY * 1000):
+            if not self._is_there():
                 raise LeftError
-            return True
-        if not self._is_there():
+            check()
+        if not os.read(self._hears, 1):
             raise LeftError
-        return False
 
     def _is_there(self) -> bool:
         """Whether the worker still has its pipe, which a child of it may hold when it is gone."""

@@ -6,10 +6,6 @@ its message, with `c` as it was before, which is kept until the worker says that
 at most a few workers: the others' repeats get the center as it is now). No copy of the model per
 worker.
 
-A worker on the same machine may stream its `x` through memory that it lends: a piece at a time is
-applied and answered, also once. Pieces of several workers come as they come, and none waits for a
-worker who has stopped.
-
 Checkpoints are written by a thread of their own. A shard that is started again goes on from the
 last one: what it had applied since then is lost, and what workers repeat is applied again.
 """
@@ -30,13 +26,10 @@ from springline.center.served.book import Book
 from springline.center.served.checkpoints import Checkpoints
 from springline.center.served.merger import Merger
 from springline.center.served.messages import Message, Reply, Row, Sender, cut, span
-from springline.center.served.near import AGAIN, REFUSED, Address, Guest, LeftError
 from springline.center.served.replies import Replies
 from springline.center.served.slots import Slots
 from springline.center.served.storage import Saved
 from springline.rules.rule import Rule
-
-_AWAY = 0.5  # seconds without a piece after which we look whether the worker is still there
 
 
 class Shard:
@@ -114,48 +107,6 @@ class Shard:
                 self._replies.keep(sender, reply)
             self._note(sender)
         return reply
-
-    def stream(self, message: Message, before: bool, address: Address) -> bool:
-        """Apply a worker's exchange, once, as its pieces come.
-
-        Args:
-            message: all but its data.
-            before: whether the worker wants to know `c` as it was, beside what it adopts.
-            address: of the memory through which the data comes.
-
-        Returns:
-            Whether the memory can be reached from here.
-        """
-        try:
-            guest = Guest(address)
-        except OSError:
-            return False
-        with guest, contextlib.suppress(LeftError):
-            self._check(message.sender)
-            with self._book.alone(message.sender):
-                self._stream(message, before, guest)
-        return True
-
-    def _stream(self, message: Message, before: bool, guest: Guest) -> None:
-        sender, count = message.sender, self._merger.pieces
-        refused = self._book.refused(sender)
-        for piece in range(message.had, count):
-            while not guest.wait(_AWAY):
-                self._book.check_latest(sender)
-            slot = guest.slots[piece % len(guest.slots)]
-            with self._locked():
-                if self._book.applied(sender) or piece < self._book.pieces(sender):
-                    self._merger.show(piece, slot)
-                    answer, whole = AGAIN if piece != refused else REFUSED, piece != refused
-                else:
-                    answer, whole = self._merger.swap(piece, slot, message, before)
-                    if whole and piece + 1 < count:
-                        self._book.note_pieces(sender, piece + 1)
-                    else:
-                        self._note(sender, None if whole else piece)
-            guest.say(answer)
-            if not whole:
-                return
 
     def received(self, rank: int, at: tuple[int, int]) -> None:
         """Forget the reply to an exchange, which its worker has."""
