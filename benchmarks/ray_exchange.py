@@ -35,7 +35,7 @@ FULL = [
     for p in (1, 2, 4)
     for s in shards
 ]
-QUICK = [Case(500_000, 2, 2, 3, rule) for rule in ("elastic", "AGN")]
+QUICK = [Case(4_000_000, 2, 2, 3, rule) for rule in ("elastic", "averaging", "AGN")]
 _BUFFERS = 20  # of the model's size that Ray's memory has room for
 _INSIDE = "SPRINGLINE_BENCHMARK_NETWORK"
 

@@ -152,10 +152,10 @@ Between processes of one machine Ray sends nothing: a put is a copy, a get is no
 least is two copies. **Elastic averaging** does not send whole messages to a shard on its own
 machine: `x` goes through memory that the worker lends, a piece of 1 MB at a time, which the shard
 merges and answers while it is in cache, and while the worker fills the next. **Averaging and AGN**
-send whole messages, put and got as the least is, since a round needs all of `x` at once and an
-outer optimizer all of a parameter; shard and worker each go through the model once more, on the
-same cores, and so they take longer. Between machines
-[an exchange takes little more than its bytes](two-hosts.md) under every rule.
+send whole messages, put and got as the least is: a round keeps all of `x` until it is closed, and
+an outer optimizer counts its steps per parameter. Shard and worker each go through the model once
+more, on the same cores, and so they take longer. Between machines
+[an exchange takes little more than its bytes](two-hosts.md).
 
 On one machine alone the center in shared memory is the one to use, which `springline run` does
 without `--address`: an exchange takes about [two memcpys](exchange.md).

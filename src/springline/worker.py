@@ -76,7 +76,8 @@ class Worker:
             center of this worker's own.
         rank: this worker's, 0 to `rule.workers` − 1.
         buffers: floating-point arrays that are not trained (BatchNorm's averages), by name.
-        use_locking: whether an exchange is atomic, per shard; for a center that is made here.
+        use_locking: whether an exchange is atomic, per part of the center; for a center that is
+            made here.
         synchronous: whether to wait for all workers before the first step. By default only the
             synchronous rules do. A center that has started once never waits again.
         timeout: seconds after which waiting for others fails, naming them.

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from served import Service
+from served import Lost, Service
 from springline import AGN, ElasticAverage, Worker
 from springline.center import Layout, NonFiniteError
 from springline.center.errors import TakenOverError
@@ -246,10 +246,17 @@ def elsewhere(*_):
     raise FileNotFoundError("no such process")
 
 
-def test_a_refusal_is_lost(serve, dying):
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_refusal_is_lost(serve, dying, moves, monkeypatch):
     service = serve(shards=1)
     one = worker(service)
-    dying(lambda answer: answer < 4)  # of four blocks
+
+    def refused(answer):
+        if answer < 4 and moves:  # of four blocks
+            monkeypatch.setattr(Guest, "__init__", elsewhere)
+        return answer < 4
+
+    dying(refused)
     one.parameters["w"][SIZE // 2] = np.inf
     with pytest.raises(NonFiniteError, match="'w' of rank 0"):
         one.exchange()
@@ -257,13 +264,41 @@ def test_a_refusal_is_lost(serve, dying):
     np.testing.assert_array_equal(center_of(service), 0)
 
 
+def test_what_was_answered_all_the_same_is_adopted(serve, monkeypatch):
+    """The call is said to be lost while the shard, which was busy, goes on with it."""
+    monkeypatch.setattr("springline.center.served.peer._PAUSE", 0.3)
+    service = serve(shards=1)
+    one = worker(service)
+    shard = service.shards[0]
+    asked, ask = [], shard.ask
+
+    def lose(method, *arguments):
+        pending = ask(method, *arguments)
+        asked.append(method)
+        if method != "stream" or asked.count("stream") > 1:
+            return pending
+        shard.target._turn.acquire()
+        threading.Timer(0.2, shard.target._turn.release).start()
+        return Lost(PeerLostError("the actor is unavailable"))
+
+    monkeypatch.setattr(shard, "ask", lose)
+    one.parameters["w"][:] = 4
+    one.exchange()
+    np.testing.assert_array_equal(center_of(service), 1)
+    np.testing.assert_array_equal(one.parameters["w"], 3)
+    assert asked.count("stream") == 2
+
+
 @pytest.mark.parametrize("what", ["Ring", "POSSIBLE"])
 def test_a_worker_that_has_no_more_files_sends_messages(serve, monkeypatch, what):
     service = serve()
     one = worker(service)
     monkeypatch.setattr(stream, what, elsewhere if what == "Ring" else False)
+    asked = asked_of(service)
     one.parameters["w"][:] = 4
     one.exchange()
+    assert "exchange" in asked
+    assert "stream" not in asked
     np.testing.assert_array_equal(center_of(service), 1)
     np.testing.assert_array_equal(one.parameters["w"], 3)
 
@@ -277,8 +312,7 @@ def message(number=1, incarnation=1, rank=0):
 LENDER = """
 import os, pickle, sys, time
 import numpy as np
-from springline.center.served.parts import Parts
-from springline.center.served.near import SLOTS, Ring
+from springline.center.served.near import Ring
 ring = Ring()
 for slot in ring.slots:
     slot.view(np.float32)[:] = 4

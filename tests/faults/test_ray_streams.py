@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -43,10 +44,13 @@ def test_shards_are_killed(open_center, tmp_path, together, caplog):
 
     def train(one):
         under_way.wait()
-        while not under_way.broken:
-            one.exchange()
-        for _ in range(60):
-            one.exchange()
+        try:
+            while not under_way.broken:
+                one.exchange()
+            for _ in range(60):
+                one.exchange()
+        finally:
+            under_way.abort()
 
     def kill():
         under_way.wait()
@@ -58,6 +62,7 @@ def test_shards_are_killed(open_center, tmp_path, together, caplog):
                 one.member._row.exchanges < n + 3 for one, n in zip(workers, before, strict=True)
             ):
                 assert not under_way.broken
+                time.sleep(0.01)
         under_way.abort()
 
     together(kill, *[lambda w=w: train(w) for w in workers])

@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from safetensors.numpy import load_file
 
 from served import Service
-from springline import ElasticAverage
+from springline import ElasticAverage, Worker
 from springline.center import CenterError, Layout, LocalCenter
 from springline.center.served.storage import Storage
 from springline.cluster import Cluster
@@ -62,6 +62,32 @@ def test_a_new_run_does_not_go_on_with_the_center_of_another(tmp_path, monkeypat
     LaunchState("train.py", [], 0.0, 1).write(run)  # its launcher was killed early
     home.check_center(run, "digits-1", str(empty))
     home.check_center(run, "digits-2", str(full))
+
+
+def test_a_copy_that_is_newer_than_the_storage_is_kept(tmp_path):
+    run, place = tmp_path / "run", str(tmp_path / "storage")
+    (run / "center").mkdir(parents=True)
+    values = {"w": np.zeros(4, np.float32)}
+    service = Service(LAYOUT, RULE, values, True, None, shards=1, storage=place)
+    try:
+        Storage(place).write("head", service.description)
+        said = []
+        home.keep_newer(run, place, said.append)
+        with Worker(values, RULE, service.open(), 0, synchronous=False) as one:
+            for version in (1, 2):
+                one.parameters["w"][:] = version
+                one.exchange()
+                one.center.save(run / "center" / "checkpoint.safetensors")
+                service.shards[0].target.save() if version == 1 else None
+                home.keep_newer(run, place, said.append)
+            center = one.center.values()["w"].copy()
+    finally:
+        service.close()
+    (words,) = said
+    assert f"{place} has the center of version 1, older than" in words
+    kept = run / "center-version-2.safetensors"
+    assert words.endswith(f"The run goes on from version 1; the copy is kept as {kept}.")
+    np.testing.assert_array_equal(load_file(kept)["w"], center)
 
 
 def test_a_run_whose_center_is_gone_does_not_begin_anew(tmp_path, monkeypatch):

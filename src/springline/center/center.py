@@ -142,7 +142,7 @@ class Center(ABC):
 
     @abstractmethod
     def read(self, out: Bytes | None = None) -> Bytes:
-        """Copy the center, consistent per shard, into a flat buffer."""
+        """Copy the center, consistent per part of it, into a flat buffer."""
 
     @abstractmethod
     def join(self, rank: int, rule: Rule, timeout: float | None = None) -> Member:

@@ -21,7 +21,7 @@ class LocalCenter(MemoryCenter):
         layout: the model's.
         rule: what its workers will do.
         values: the center's first values, by name.
-        use_locking: whether an exchange is atomic, per shard.
+        use_locking: whether an exchange is atomic, per part of the center.
         restore: a checkpoint to take the first values from, instead of `values`.
     """
 

@@ -77,7 +77,7 @@ class Plan:
 
     @property
     def use_locking(self) -> bool:
-        """Whether an exchange is atomic, per shard."""
+        """Whether an exchange is atomic, per part of the center."""
         return bool(self.settings["use_locking"])
 
     @property

@@ -172,9 +172,9 @@ def connect(address: str | None = None) -> None:
     if ray.is_initialized():
         return
     address = address or "auto"
-    where = "this machine" if address == "auto" else address
+    where = "on this machine" if address == "auto" else f"at {address}"
     nobody = CenterError(
-        f"There is no Ray cluster at {where}. Start one with `ray start --head` on one machine and "
+        f"There is no Ray cluster {where}. Start one with `ray start --head` on one machine and "
         "`ray start --address HOST:6379` on the others, or give the address of one that runs."
     )
     host, _, port = address.removeprefix("ray://").rpartition(":")

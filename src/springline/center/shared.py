@@ -72,7 +72,7 @@ class SharedCenter(MemoryCenter):
             rule: the worker's; refused if it is not the center's.
             values: the first values, by name. Only the one that makes the center gives them; all
                 others take the center's.
-            use_locking: whether an exchange is atomic, per shard.
+            use_locking: whether an exchange is atomic, per part of the center.
             restore: a checkpoint whose values a new center takes instead.
         """
         directory = _claim(Path(directory))

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 from springline.center import CheckpointError
+from springline.center.checkpoint import describe, newest, write_tensors
 from springline.center.ray import LINGER
+from springline.center.served.center import read_stored
 from springline.center.served.founding import find_center
 from springline.center.served.storage import Storage
+from springline.center.shared import CHECKPOINT_NAME
 from springline.launch.directory import CENTER, LaunchError
+from springline.launch.keeper import read_center
 from springline.launch.request import NO_STORAGE, ClusterRequest
 from springline.launch.state import CenterStatus, LaunchState
 from springline.launch.watch import open_center
@@ -37,8 +42,12 @@ def storage_of(asked: ClusterRequest, directory: Path) -> str | None:
     return str(directory / CENTER / _SHARDS)
 
 
-def check_center(directory: Path, name: str, storage: str | None) -> None:
-    """Refuse a run whose center is gone, and a new one that would find another run's."""
+def check_center(directory: Path, name: str, storage: str | None) -> bool:
+    """Refuse a run whose center is gone, and a new one that would find another run's.
+
+    Returns:
+        Whether the run goes on from its storage.
+    """
     made = CenterStatus.read(directory / CENTER) is not None
     new = not made and LaunchState.last(directory) is None
     alive, kept = open_center(name) is not None, _is_kept(storage)
@@ -60,6 +69,23 @@ def check_center(directory: Path, name: str, storage: str | None) -> None:
             f"The run in {directory} is new, but {storage} holds the center of an earlier run in a "
             "directory of the same name. Start in another directory with `--run`; or remove it, "
             f"after `springline export {storage} FILE` if it is still wanted."
+        )
+    return made and not alive
+
+
+def keep_newer(directory: Path, storage: str, say: Callable[[str], None]) -> None:
+    """Keep the copy of the center in the run directory if the storage is behind it, and say so."""
+    copy = newest(directory / CENTER / CHECKPOINT_NAME)
+    if copy is None:
+        return
+    ours, stored = describe(copy).version, read_stored(storage).version
+    if stored < ours:
+        kept = directory / f"center-version-{ours}.safetensors"
+        write_tensors(kept, read_center(directory / CENTER, copy))
+        say(
+            f"{storage} has the center of version {stored}, older than the copy in the run "
+            f"directory, version {ours}: its checkpoints may have failed. The run goes on from "
+            f"version {stored}; the copy is kept as {kept}."
         )
 
 

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from springline.center import CenterError, SharedCenter
 from springline.center.checkpoint import newest, write_tensors
 from springline.center.extras import with_extras
-from springline.center.served.center import stored_values
+from springline.center.served.center import read_stored
 from springline.center.served.founding import NAME as HEAD
 from springline.center.shared import CHECKPOINT_NAME, LAYOUT_NAME
 from springline.launch.directory import CENTER, LaunchError, find_run
@@ -153,7 +153,9 @@ def export(run: str | Path, path: Path, force: bool = False) -> str:
     if not path.absolute().parent.is_dir():
         raise LaunchError(f"There is no directory {path.absolute().parent} to write to.")
     if "://" in str(run) or any(Path(run).glob(f"{HEAD}.?.safetensors")):
-        tensors, source = stored_values(str(run)), "from its shards' checkpoints"
+        stored = read_stored(str(run))
+        source = f"version {stored.version}, from its shards' checkpoints; one that is still on "
+        tensors, source = stored.values, source + "its cluster may be newer"
     else:
         tensors, source = _find_center(find_run(Path(run)))
     write_tensors(path, tensors)

@@ -19,7 +19,7 @@ from springline.center.ray_peer import OPTIONS
 from springline.center.shared import LAYOUT_NAME
 from springline.cluster import Cluster
 from springline.launch.directory import CENTER, RUNS, LaunchError
-from springline.launch.home import center_name, check_center, storage_of
+from springline.launch.home import center_name, check_center, keep_newer, storage_of
 from springline.launch.host import Assignment, put_token
 from springline.launch.machine import Place, Say
 from springline.launch.remote import RemoteWorker
@@ -100,7 +100,11 @@ class Machines(Place):
         self._node = ray.get_runtime_context().get_node_id()
         address = ray.get_runtime_context().gcs_address
         storage = storage_of(asked, directory)
-        check_center(directory, name, storage)
+        if check_center(directory, name, storage) and storage:
+            try:
+                keep_newer(directory, storage, say)
+            except CheckpointError as error:
+                raise LaunchError(f"The run cannot go on from its storage: {error}") from error
         self._cluster = Cluster(address, name, asked.shards, storage)
         self._say = say
         self._asked = asked

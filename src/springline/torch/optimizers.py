@@ -28,7 +28,7 @@ class ElasticAverageOptimizer(CenterOptimizer):
         moving_rate: α in (0, 1], by default 0.9 / workers as in the authors' own code;
             TensorFlow's default was τ times weaker.
         rho: ρ, the exploration penalty; 0 costs nothing.
-        use_locking: whether an exchange is atomic, per shard.
+        use_locking: whether an exchange is atomic, per part of the center.
         synchronous: whether all workers wait for each other before the first step.
         overlap: exchange in the background; the training loop waits for nobody.
         center: a center, the directory of a shared one, or a `torch.distributed` process group. By
@@ -164,7 +164,7 @@ class AGNOptimizer(CenterOptimizer):
         model: the model; gives parameters their names, and lets its floating-point buffers travel
             with the center.
         communication_period: τ, local steps between two exchanges.
-        use_locking: whether an exchange is atomic, per shard.
+        use_locking: whether an exchange is atomic, per part of the center.
         synchronous: whether all workers wait for each other before the first step.
         overlap: exchange in the background; the training loop waits for nobody.
         center: a center, or the directory of a shared one. By default that of the run the script

@@ -31,11 +31,13 @@ class Book:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Book:
-        """Read what `to_json` wrote; the first versions had no pieces."""
+        """Read what `to_json` wrote."""
         book = cls()
         book._rows = {int(rank): Row(*row) for rank, row in values["rows"].items()}
-        pieces = values.get("pieces", {}).items()
-        book._pieces = {int(rank): ((life, number), n) for rank, (life, number, n) in pieces}
+        book._pieces, book._refused = (
+            {int(rank): ((life, number), n) for rank, (life, number, n) in values[key].items()}
+            for key in ("pieces", "refused")
+        )
         book._latest = {rank: (row.incarnation, row.number) for rank, row in book._rows.items()}
         book._latest |= {rank: at for rank, (at, _) in book._pieces.items()}
         return book
@@ -45,12 +47,18 @@ class Book:
         with self._table:
             rows = {str(rank): row.to_json() for rank, row in self._rows.items()}
             pieces = {str(rank): [*at, n] for rank, (at, n) in self._pieces.items()}
-        return {"rows": rows, "pieces": pieces}
+            refused = {str(rank): [*at, n] for rank, (at, n) in self._refused.items()}
+        return {"rows": rows, "pieces": pieces, "refused": refused}
 
     def rows(self) -> dict[int, Row]:
-        """Return how far each rank has come."""
+        """Return how far each rank has come, in the last life that has begun something."""
         with self._table:
-            return dict(self._rows)
+            lives = {
+                rank: max(row.incarnation, self._latest.get(rank, (0, 0))[0])
+                for rank, row in self._rows.items()
+            }
+            begun = {rank: Row(life) for rank, (life, _) in self._latest.items()}
+            return begun | {r: replace(row, incarnation=lives[r]) for r, row in self._rows.items()}
 
     @contextlib.contextmanager
     def alone(self, sender: Sender) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ from springline.center.center import Center, Progress, check_finite
 from springline.center.errors import CenterError, CheckpointError
 from springline.center.layout import Bytes
 from springline.center.plan import Plan, nbytes_of
+from springline.center.served.book import Book
 from springline.center.served.founding import find_center
 from springline.center.served.head import Look
 from springline.center.served.member import ServedMember
@@ -162,8 +164,16 @@ def first_parts(
     return parts, version, steps
 
 
-def stored_values(place: str) -> Mapping[str, NDArray[Any]]:
-    """Return the center whose shards have kept checkpoints in a storage, by name.
+@dataclass(frozen=True)
+class StoredCenter:
+    """A center as its shards' checkpoints have it."""
+
+    values: Mapping[str, NDArray[Any]]  # by name
+    version: int
+
+
+def read_stored(place: str) -> StoredCenter:
+    """Return the center whose shards have kept checkpoints in a storage.
 
     Raises:
         CheckpointError: there is none, or a part of it is missing.
@@ -174,13 +184,18 @@ def stored_values(place: str) -> Mapping[str, NDArray[Any]]:
         raise CheckpointError(f"There is no center in {place}.")
     plan = Plan.from_json(description["plan"])
     center = plan.layout.allocate()
+    known: list[tuple[dict[int, Row], int]] = []
     for k, runs in enumerate(cut(plan, description["asked"])):
         saved = storage.read(f"shard-{k}")
         if saved is None:
             raise CheckpointError(f"There is no whole checkpoint of shard {k} in {place}.")
+        header, tensors = saved
         start, stop = span(runs)
-        center[start:stop] = saved[1]["center"]
-    return plan.layout.views(center)
+        center[start:stop] = tensors["center"]
+        known.append((Book.from_json(header).rows(), header["round"]))
+    rows, closed = latest(known)
+    done = closed if plan.synchronous else sum(row.exchanges for row in rows.values())
+    return StoredCenter(plan.layout.views(center), int(description["base"]) + done)
 
 
 def _copy_state(

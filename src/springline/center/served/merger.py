@@ -58,6 +58,10 @@ class Merger:
         """In how many pieces a worker on the same machine sends `x`."""
         return len(self._pieces)
 
+    def first_block(self, piece: int) -> int:
+        """Return the number of a piece's first block."""
+        return first_block(self._pieces, piece)
+
     def apply(self, message: Message, c: Bytes | None, done: int) -> int | None:
         """Bring a message into the center.
 
@@ -72,7 +76,7 @@ class Merger:
         part, _, room = self._of(message.sender.rank)
         with np.errstate(**_ERRORS):
             blocks = [block for shard in part.bind(message.data, room) for block in shard]
-            for number in range(first_block(self._pieces, done), len(blocks)):
+            for number in range(self.first_block(done), len(blocks)):
                 block = blocks[number]
                 try:
                     _merge(block, message, None if c is None else part.view(block.run, c))
@@ -98,7 +102,6 @@ class Merger:
         pairs = zip(blocks[which.blocks], which.elements(slot), strict=True)
         with np.errstate(**_ERRORS):
             for count, ((run, rule, center), x) in enumerate(pairs):
-                # Without locks `c` may move meanwhile; both sides then use the same copy of it.
                 c = center.c.copy() if before and not self._plan.use_locking else center.c
                 in_place = rule.in_place and not before
                 local = LocalBlock(x, x if in_place else room[: x.nbytes].view(x.dtype))

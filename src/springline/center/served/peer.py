@@ -81,6 +81,8 @@ class Call:
         Raises:
             CenterError: there was none in time.
         """
+        now = time.monotonic()
+        self._start, self._warn_at = now, now + WARN_EVERY  # nobody has looked before
         while not self.look(_LOOK if self._timeout is None else _PAUSE):
             continue
         return self.answer

@@ -191,9 +191,11 @@ class Shard:
 
     def _repeat(self, sender: Sender) -> Reply | None:
         """Return the answer to an exchange that was applied already."""
-        self._check(sender)
         if not self._book.applied(sender):
             return None
+        piece = self._book.refused(sender)
+        if piece is not None:  # of a stream, whose answer did not arrive
+            return Reply(self.snapshot(), self._merger.first_block(piece), known=piece)
         return self._replies.to(sender) or Reply(self.snapshot(), forgotten=True)
 
     def _apply(self, message: Message) -> Reply:

@@ -146,8 +146,8 @@ class Stream(Call):
             self._filled += 1
             self.ring.say()
 
-    def advance(self) -> None:
-        """Adopt the answers that are there, and send what comes next."""
+    def advance(self, more: bool = True) -> None:
+        """Adopt the answers that are there, and send what comes next, if there is to be more."""
         self.heard()
         for answer in self.ring.hear():
             piece, slot = self._pieces[self.adopted], self.ring.slots[self.adopted % SLOTS]
@@ -158,7 +158,8 @@ class Stream(Call):
                 self._forgotten = True
             if self.refused:
                 return
-            self.fill()
+            if more:
+                self.fill()
 
     def check(self) -> None:
         """Look what became of the call, as nothing comes any more."""
@@ -182,9 +183,13 @@ class Stream(Call):
             ring.close()
 
     def _ask(self) -> Pending:
+        if self._filled:  # again
+            while not self.done and _ready([self], 0):
+                self.advance(more=False)  # what was answered all the same
+            if self.done:
+                return _Answered(True)
+            self.close()  # its slots may still be written to
         try:
-            if self._filled:
-                self.close()  # its slots may still be written to
             self._ring = self._ring or Ring()
             address = self._ring.open()
         except OSError:  # no more files, for instance
