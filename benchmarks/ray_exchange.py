@@ -82,6 +82,7 @@ def main() -> None:
     console, load = Console(), os.getloadavg()[0]
     store = max(100_000_000, _BUFFERS * nbytes)
     context = ray.init(
+        address="local",  # not one that is here already
         object_store_memory=store,
         include_dashboard=False,
         namespace=NAMESPACE,
