@@ -159,5 +159,6 @@ model by all ranks at once.
 
 On a loopback "sending" is a copy, too, made by the same cores, and so a pass over memory counts as
 much here as it ever can. `x` and `c` are two buffers, of which an all-reduce fills one: a memcpy
-to the other, alone, is a fifth of the bare all-reduce here, and the target is a tenth. Over a network of 10 Gbit/s the bare all-reduce of 100 MB between two
-ranks takes 80 ms for the wire alone, at 1 Gbit/s 800 ms, while the passes stay what they are."""
+to the other, alone, is a fifth of the bare all-reduce here, and the target is a tenth. Over a
+network of 10 Gbit/s the bare all-reduce of 100 MB between two ranks takes 80 ms for the wire alone,
+at 1 Gbit/s 800 ms, while the passes stay what they are."""
