@@ -134,8 +134,9 @@ class Stream(Call):
 
     @property
     def ring(self) -> Ring:
-        """The memory and the pipes."""
-        assert self._ring is not None  # noqa: S101 - it is there unless the shard is far
+        """The memory and the pipes; new ones if there are none."""
+        if self._ring is None:
+            self._ring = Ring()
         return self._ring
 
     def fill(self) -> None:
@@ -190,8 +191,7 @@ class Stream(Call):
                 return _Answered(True)
             self.close()  # its slots may still be written to
         try:
-            self._ring = self._ring or Ring()
-            address = self._ring.open()
+            address = self.ring.open()
         except OSError:  # no more files, for instance
             self.far = True
             return _Answered(False)
