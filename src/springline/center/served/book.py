@@ -31,12 +31,12 @@ class Book:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Book:
-        """Read what `to_json` wrote."""
+        """Read what `to_json` wrote; storages may be older than streams are, and have rows only."""
         book = cls()
         book._rows = {int(rank): Row(*row) for rank, row in values["rows"].items()}
         book._pieces, book._refused = (
-            {int(rank): ((life, number), n) for rank, (life, number, n) in values[key].items()}
-            for key in ("pieces", "refused")
+            {int(rank): ((life, number), n) for rank, (life, number, n) in found.items()}
+            for found in (values.get("pieces", {}), values.get("refused", {}))
         )
         book._latest = {rank: (row.incarnation, row.number) for rank, row in book._rows.items()}
         book._latest |= {rank: at for rank, (at, _) in book._pieces.items()}
