@@ -11,9 +11,10 @@ from served import Service
 from springline import AGN, ElasticAverage, ModelAverage, Worker
 from springline.center import CenterError, CheckpointError, Layout
 from springline.center.served.checkpoints import Checkpoints
-from springline.center.served.messages import Message, Sender
+from springline.center.served.messages import Message, Row, Sender
 from springline.center.served.peer import Call, PeerLostError
 from springline.center.served.replies import KEPT
+from springline.center.served.seats import Seat
 from springline.rules import SGD, Adam
 
 WORKERS, EXCHANGES = 3, 20
@@ -419,3 +420,17 @@ def test_who_comes_back_to_a_new_head_finds_the_others(serve, tmp_path):
     service.head.target = head
     Call(service.head, "join", 0, one.member._incarnation).result()
     assert head._seats.quiet_until > time.monotonic()
+
+
+def test_what_a_dead_worker_had_sent_may_still_arrive(serve, background, monkeypatch):
+    """Its seat is free when it has been silent for long enough, and not in use."""
+    service = serve(ElasticAverage(workers=2))
+    head = service.head.target
+    head._seats.of[1] = Seat(7, time.monotonic(), 0)
+    monkeypatch.setattr(head._seats, "_grace", 1.5)
+    joins = background(lambda: Call(service.head, "join", 1, None).result())
+    time.sleep(0.3)  # it waits
+    for _ in range(5):  # all at once, when the link is up again
+        Call(service.head, "beat", 1, 7, Row(7)).result()
+    life, _, _ = joins.result(20)
+    assert life > 7

@@ -21,6 +21,7 @@ from springline.center.served.seats import Seat, Seats
 
 BEAT = 0.5  # seconds between two signs of life of a member
 GRACE = 10.0  # seconds without one after which a member counts as dead
+_SIGNS = 3  # of life, one after another; those of a dead worker may still arrive, all at once
 _TICK = 0.25  # seconds between two looks at who is alive
 _ANEW = 4 * BEAT  # seconds that members have to join a head that was started again
 AskRows = Callable[[int], Awaitable[tuple[dict[int, Row], int]]]
@@ -82,13 +83,14 @@ class Head(Founding):
         if not self.is_there():
             raise self.problem or forgotten()
         await self._ask()  # its last life may have said less to us than to the shards
-        asked = time.monotonic()
+        signs: set[float] = set()
         while (holder := self._seats.of.get(rank)) and holder.incarnation != incarnation:
             if not self._seats.is_alive(holder):
                 break
-            if holder.heard > asked:
+            signs.add(holder.heard)
+            if len(signs) > _SIGNS:
                 raise rank_in_use(rank, self._seats.alive())
-            await self._wait(time.monotonic() + _TICK)  # its next sign of life
+            await self._wait(time.monotonic() + _TICK)
         row = self._rows.get(rank, Row())
         if holder and holder.incarnation == incarnation:
             holder.heard = time.monotonic()  # it keeps its part in the round
