@@ -40,7 +40,10 @@ def worker(service, rule, rank, values=VALUES):
     return Worker(values, rule, service.open(), rank, synchronous=False, timeout=30)
 
 
-def trouble(seed, methods=("exchange", "contribute", "reduce", "settle", "closed")):
+METHODS = ("exchange", "stream", "contribute", "take", "reduce", "give", "settle", "closed")
+
+
+def trouble(seed, methods=METHODS):
     """A bad network: calls are lost there, lost back, or made twice."""
     rng, lock = random.Random(seed), threading.Lock()
     seen = {"lost": 0, "lose": 0, "twice": 0}
@@ -63,9 +66,16 @@ def trouble(seed, methods=("exchange", "contribute", "reduce", "settle", "closed
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr("springline.center.served.peer._PAUSE", 0.001)
+    monkeypatch.setattr("springline.center.served.stream._LOOK", 0.05)
 
 
-def test_sums_of_integers_stay_exact(serve, together):
+@pytest.fixture(params=["by message", "through memory"])
+def way(request, monkeypatch):
+    if request.param == "through memory":
+        monkeypatch.setattr("springline.center.served.stream.SMALL", 0)
+
+
+def test_sums_of_integers_stay_exact(serve, together, way):
     """AGN with SGD at rate 1 adds whole numbers: one applied twice or not at all would show."""
     rule = AGN(workers=WORKERS, period=1, optimizer=SGD(1.0))
     service = serve(rule)
@@ -88,7 +98,7 @@ def test_sums_of_integers_stay_exact(serve, together):
         assert min(disturb.seen.values()) > 3, "the network was too good to show anything"
 
 
-def test_an_elastic_exchange_conserves_whatever_is_repeated(serve, together):
+def test_an_elastic_exchange_conserves_whatever_is_repeated(serve, together, way):
     """With α = ¼ and powers of two every sum is exact: at most 3 × 8 bits are added to 22."""
     rule = ElasticAverage(workers=WORKERS, period=1, moving_rate=0.25)
     values = {name: value.astype(float) for name, value in VALUES.items()}
@@ -111,7 +121,7 @@ def test_an_elastic_exchange_conserves_whatever_is_repeated(serve, together):
         np.testing.assert_array_equal(total, sum(2.0 ** (20 + r) for r in range(WORKERS)))
 
 
-def test_rounds_do_not_care(serve, together):
+def test_rounds_do_not_care(serve, together, way):
     rule = ModelAverage(workers=WORKERS, period=1)
     service = serve(rule)
     for k, peer in enumerate((service.head, *service.shards)):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from served import Lost, Service
-from springline import AGN, ElasticAverage, Worker
+from springline import ElasticAverage, Worker
 from springline.center import Layout, NonFiniteError
 from springline.center.errors import TakenOverError
 from springline.center.served import stream
@@ -21,7 +21,6 @@ from springline.center.served.messages import Message, Sender
 from springline.center.served.near import SLOT, SLOTS, Guest, Ring
 from springline.center.served.parts import Parts
 from springline.center.served.peer import PeerLostError
-from springline.rules import SGD
 
 WORKERS = 3
 SIZE = 6_000_000  # of each shard several rings full
@@ -94,18 +93,13 @@ def test_the_same_comes_out_as_by_messages(serve, use_locking, rho, monkeypatch)
         np.testing.assert_array_equal(by_memory, by_message)
 
 
-def test_an_outer_optimizer_and_small_parts_are_sent_as_messages(serve):
-    for rule, values in (
-        (AGN(workers=WORKERS, period=1, optimizer=SGD(1.0)), VALUES),
-        (RULE, {"w": np.zeros(1000, np.float32)}),
-    ):
-        service = serve(rule, values)
-        one = Worker(values, rule, service.open(), 0, synchronous=False)
-        asked = asked_of(service)
-        one.observe({"w": np.float32(1)})
-        one.exchange()
-        assert "exchange" in asked
-        assert "stream" not in asked
+def test_small_parts_are_sent_as_messages(serve):
+    values = {"w": np.zeros(1000, np.float32)}
+    service = serve(RULE, values)
+    one = Worker(values, RULE, service.open(), 0, synchronous=False)
+    asked = asked_of(service)
+    one.exchange()
+    assert set(asked) == {"exchange", "received"}
 
 
 def test_whatever_is_lost_or_made_twice_is_applied_once(serve, together):

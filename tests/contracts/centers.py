@@ -18,6 +18,7 @@ from springline.center import Layout
 from springline.center.center import check_settings
 from springline.center.plan import CLOSED, CONTRIBUTED
 from springline.center.ray import RayCenter
+from springline.center.served import stream
 from springline.center.served.center import ServedCenter
 from springline.center.served.peer import Call
 from springline.rules import SGD, Adagrad, Adam, Momentum
@@ -127,6 +128,18 @@ class Served(Place):
                 place.service.close()
 
 
+class Near(Served):
+    """Shards on the workers' machine, and no part too small to go through memory."""
+
+    def __init__(self, path):
+        super().__init__(path)
+        self.small, stream.SMALL = stream.SMALL, 0
+
+    def end(self):
+        stream.SMALL = self.small
+        super().end()
+
+
 class Shared(InMemory):
     center = SharedCenter
 
@@ -179,6 +192,7 @@ KINDS = {
     "local": Local,
     "shared": Shared,
     "served": Served,
+    "near": Near,
     "ray": OnRay,
 }
 if parent_process() is None:  # a process that a test starts does without torch

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,8 +23,9 @@ from springline.center.errors import (
 )
 from springline.center.served.head import BEAT
 from springline.center.served.messages import Message, Reply, Row, Sender
+from springline.center.served.near import Address
 from springline.center.served.parts import Parts
-from springline.center.served.peer import Call, PeerLostError
+from springline.center.served.peer import Call, PeerLostError, Pending
 from springline.center.served.rounds import Rounds
 from springline.center.served.seats import NotAMemberError
 from springline.center.served.stream import Streams, say_forgotten
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 _POLL = 5.0  # seconds that the head is asked to wait for others in one call
 _RESTART = 30.0  # seconds beyond the timeout in which a head or shard may be started again
+_NOTHING = np.empty(0, np.uint8)
 _log = logging.getLogger("springline")
 
 
@@ -128,16 +131,23 @@ class ServedMember(Member):
     # Asynchronous rules.
 
     def _swap(self, parts: Parts) -> None:
-        messages = dict(enumerate(self.messages(parts)))
-        at = messages[0].sender.at
+        streams = self.streams(parts)
+        near = sorted(streams.near)
+        for k in near:
+            parts.check(k)
         peers = self.center.shards
-        if self._streams is None:
-            self._streams = Streams(self.rule, parts.pieces)
-        near = {k: (peers[k], messages[k]) for k in self._streams.near}
-        calls = {k: self.ask(k, "exchange", messages[k]) for k in messages if k not in near}
-        refused, far = self._streams.exchange(near, parts.adopt_piece, self._patience)
+        data = {k: parts.data(k) for k in range(len(peers)) if k not in near}
+        head = self.message(parts.local)
+        messages = {k: replace(head, data=part) for k, part in data.items()}
+        calls = {k: self.ask(k, "exchange", message) for k, message in messages.items()}
+
+        def begin(k: int, had: int, address: Address) -> Pending:
+            return peers[k].ask("stream", replace(head, had=had), self.rule.keeps_copy, address)
+
+        asks = {k: (peers[k], partial(begin, k)) for k in near}
+        refused, far = streams.exchange(asks, parts.fill, parts.adopt_piece, self.patience)
         for k, had in far.items():
-            messages[k] = replace(messages[k], had=had)
+            messages[k] = replace(head, data=parts.data(k), had=had)
             calls[k] = self.ask(k, "exchange", messages[k])
         for k, call in calls.items():
             reply: Reply = call.result()
@@ -145,36 +155,42 @@ class ServedMember(Member):
             if self.rule.adopts_message and (reply.forgotten or reply.known > messages[k].had):
                 say_forgotten(peers[k])  # for the others it is the usual answer
             if self.rule.adopts_message or reply.refused is not None:
-                peers[k].tell("received", self.rank, at)
+                peers[k].tell("received", self.rank, head.sender.at)
             if call.was_lost:
-                self._streams.look_again(k)
+                streams.look_again(k)
         if refused:
-            for k in messages:
-                self.ask(k, "discount", self.rank, at, self._row.exchanges).result()
+            for k in range(len(peers)):
+                self.ask(k, "discount", self.rank, head.sender.at, self._row.exchanges).result()
             raise refused
 
-    def messages(self, parts: Parts) -> list[Message]:
-        """Return what is sent to each shard."""
-        data, local = parts.data(), parts.local
+    def streams(self, parts: Parts) -> Streams:
+        """Return the ways to those shards that are on this machine."""
+        if self._streams is None:
+            self._streams = Streams(parts.pieces)
+        return self._streams
+
+    def message(self, local: Local) -> Message:
+        """Return what is sent to every shard, but for the data."""
         row = self._row = replace(self._row, number=self._row.number + 1)
         life = self.rank, self._incarnation, row.number
         sender = Sender(*life, local.steps, row.exchanges + 1, row.seconds)
         own = local.gradients, local.seen.copy(), local.rates.copy()
-        return [Message(sender, part, *own) for part in data]
+        return Message(sender, _NOTHING, *own)
 
     # The head.
 
     @property
-    def _patience(self) -> float | None:
+    def patience(self) -> float | None:
+        """Seconds without an answer after which a call fails."""
         return None if self.timeout is None else self.timeout + _RESTART
 
     def ask(self, shard: int, method: str, *arguments: Any) -> Call:
         """Begin to call a shard."""
-        return Call(self.center.shards[shard], method, *arguments, timeout=self._patience)
+        return Call(self.center.shards[shard], method, *arguments, timeout=self.patience)
 
     def ask_head(self, method: str, *arguments: Any) -> Any:
         """Call the head."""
-        return Call(self.center.head, method, *arguments, timeout=self._patience).result()
+        return Call(self.center.head, method, *arguments, timeout=self.patience).result()
 
     def ask_as_member(self, method: str, *arguments: Any) -> Any:
         """Call the head as a member; join anew if it has forgotten us."""
@@ -182,7 +198,7 @@ class ServedMember(Member):
         try:
             return self.ask_head(method, self.rank, self._incarnation, *arguments)
         except NotAMemberError:
-            self._join_anew(self._patience)
+            self._join_anew(self.patience)
             return self.ask_head(method, self.rank, self._incarnation, *arguments)
 
     def _join_anew(self, patience: float | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from springline.center.served.messages import Message
 from springline.center.served.near import first_block, pieces
 from springline.rules.rule import CenterBlock, LocalBlock, Rule
 
+Array = NDArray[Any]
 _ERRORS: Mapping[str, Any] = {"over": "raise", "invalid": "raise", "divide": "raise"}
 
 
@@ -52,6 +54,9 @@ class Merger:
         self._state = state
         self._bound: dict[int, _Bound] = {}
         self._pieces = pieces([run for run, _, _ in self._of(0).blocks])
+        self._counts: dict[
+            int, tuple[int | None, Mapping[str, Array]]
+        ] = {}  # by rank: of its last parameter
 
     @property
     def pieces(self) -> int:
@@ -101,38 +106,63 @@ class Merger:
         _, blocks, room = self._of(message.sender.rank)
         pairs = zip(blocks[which.blocks], which.elements(slot), strict=True)
         with np.errstate(**_ERRORS):
-            for count, ((run, rule, center), x) in enumerate(pairs):
+            for count, ((run, rule, center), flat) in enumerate(pairs):
+                x = flat.reshape(center.c.shape)
                 c = center.c.copy() if before and not self._plan.use_locking else center.c
                 in_place = rule.in_place and not before
                 local = LocalBlock(x, x if in_place else room[: x.nbytes].view(x.dtype))
-                block = Block(run, rule, local, center)
+                block = Block(run, rule, local, self._counted(message.sender.rank, run, center))
+                adopted = c
                 try:
-                    sent = make_message(block, message.gradients, c)
-                    if before:
-                        sent = sent.copy() if np.may_share_memory(sent, x) else sent
-                        np.copyto(x, c)
-                    merge_message(block, sent, 0.0)
+                    if rule.reads_center:
+                        sent = make_message(block, message.gradients, c)
+                        if before:
+                            sent = sent.copy() if np.may_share_memory(sent, x) else sent
+                            np.copyto(x, c)
+                        merge_message(block, sent, 0.0)
+                        adopted = sent if rule.adopts_message else c
+                    elif message.brings(run):
+                        merge_message(block, x, message.rate(run))
+                        self._count(message.sender.rank, block)
                 except RefusedError:
                     np.copyto(x, c)
                     return count, False
-                adopted = sent if rule.adopts_message else center.c
                 if not before and adopted is not x:
                     np.copyto(x, adopted)
         return len(which.runs), True
 
-    def show(self, piece: int, slot: Bytes) -> None:
-        """Leave a piece of the center in a slot."""
-        which = self._pieces[piece]
-        blocks = self._of(0).blocks[which.blocks]
-        for (_, _, center), x in zip(blocks, which.elements(slot), strict=True):
-            np.copyto(x, center.c)
+    def show(self, piece: int, slot: Bytes) -> int:
+        """Leave a piece of the center in a slot; return how many blocks it has."""
+        place = self._pieces[piece].place
+        np.copyto(slot[: place.stop - place.start], self._center[place])
+        return len(self._pieces[piece].runs)
 
-    def merge_round(self, messages: Sequence[Bytes]) -> None:
-        """Bring a round's messages into the center."""
+    def keep(self, piece: int, slot: Bytes, out: Bytes) -> None:
+        """Copy a piece out of a slot to its place in a buffer like the center's."""
+        place = self._pieces[piece].place
+        np.copyto(out[place], slot[: place.stop - place.start])
+
+    def merge_round(self, messages: Sequence[Bytes], piece: int) -> None:
+        """Bring a piece of a round's messages into the center."""
         part, blocks, _ = self._of(0)
         with np.errstate(**_ERRORS):
-            for run, rule, center in blocks:
+            for run, rule, center in blocks[self._pieces[piece].blocks]:
                 rule.merge(center, [part.view(run, data) for data in messages], 0.0)
+
+    def _count(self, rank: int, block: Block) -> None:
+        """Keep the step count of a parameter that a rank has begun with.
+
+        It is the same for all blocks of the parameter, though other ranks come between its pieces.
+        """
+        if block.run.opens:
+            counts = {key: a.copy() for key, a in block.center.state.items() if a.size == 1}
+            self._counts[rank] = block.run.entry, counts
+
+    def _counted(self, rank: int, run: Run, center: CenterBlock) -> CenterBlock:
+        entry, counts = self._counts.get(rank, (None, {}))
+        if run.opens or entry is None or entry != run.entry:
+            return center
+        return replace(center, state={**center.state, **counts})
 
     def _of(self, rank: int) -> _Bound:
         """Return blocks and scratch; without locks every rank has its own."""
@@ -145,12 +175,11 @@ class Merger:
 
 
 def _merge(block: Block, message: Message, c: NDArray[Any] | None) -> None:
-    entry = block.run.entry
     if block.rule.reads_center:
         sent = make_message(block, message.gradients, c)
-    elif entry is None or message.seen[entry]:
+    elif message.brings(block.run):
         sent = block.local.message  # a copy that optimizers may write to
         np.copyto(sent, block.local.x)
     else:
         return  # no gradient since the last exchange: nothing to merge
-    merge_message(block, sent, 0.0 if entry is None else float(message.rates[entry]))
+    merge_message(block, sent, message.rate(block.run))

@@ -62,6 +62,14 @@ class Message:
     rates: NDArray[np.float64]
     had: int = 0
 
+    def brings(self, run: Run) -> bool:
+        """Whether there is something to merge of a block: else it had no gradient."""
+        return run.entry is None or bool(self.seen[run.entry])
+
+    def rate(self, run: Run) -> float:
+        """Return the learning rate of a block."""
+        return 0.0 if run.entry is None else float(self.rates[run.entry])
+
 
 @dataclass(frozen=True)
 class Reply:

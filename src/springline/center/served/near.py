@@ -22,13 +22,13 @@ from numpy.typing import NDArray
 from springline.center.layout import Bytes, Run
 
 SLOT = 1024 * 1024  # bytes: four blocks, which stay in cache on their way there and back
+LARGEST = 16 * SLOT  # of a slot, where a block is a whole parameter
 SLOTS = 4  # pieces that may be under way at once
 # Answers other than the number of blocks that were applied; the slot then holds the center now.
 AGAIN = 255  # it was applied before
 REFUSED = 254  # it was refused before
 _AWAY = 0.5  # seconds without a piece after which we look whether the worker is still there
 _TOKEN = 16
-_SIZE = SLOTS * SLOT + _TOKEN
 POSSIBLE = hasattr(os, "memfd_create") and hasattr(select, "poll")  # Linux, with a recent libc
 
 
@@ -45,6 +45,7 @@ class Address:
         process: the worker's.
         token: what stands behind the slots, so that no other machine's process is taken for it.
         memory: its file descriptor there.
+        slot: bytes of each slot.
         there: descriptor and inode of the pipe to the shard.
         back: descriptor and inode of the pipe to the worker.
     """
@@ -53,6 +54,7 @@ class Address:
     process: int
     token: bytes
     memory: int
+    slot: int
     there: tuple[int, int]
     back: tuple[int, int]
 
@@ -60,22 +62,26 @@ class Address:
 class Ring:
     """The worker's side.
 
+    Args:
+        slot: bytes of each slot.
+
     Raises:
         OSError: there are no more files, or no memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, slot: int = SLOT) -> None:
         self._ends: list[int] = []  # the shard reads the first, we write the second; and so back
+        self._slot = slot
         self._memory = os.memfd_create("springline", os.MFD_CLOEXEC)
         try:
-            os.truncate(self._memory, _SIZE)
-            room = mmap.mmap(self._memory, _SIZE)
+            os.truncate(self._memory, _size(slot))
+            room = mmap.mmap(self._memory, _size(slot))
         except BaseException:
             self.close()
             raise
         self._token = secrets.token_bytes(_TOKEN)
         room[-_TOKEN:] = self._token
-        self.slots = _slots(room)
+        self.slots = _slots(room, slot)
 
     def open(self) -> Address:
         """Make pipes."""
@@ -84,7 +90,8 @@ class Ring:
             self._ends += os.pipe()
         reads, _, _, writes = self._ends
         there, back = ((end, os.fstat(end).st_ino) for end in (reads, writes))
-        return Address(_network(), os.getpid(), self._token, self._memory, there, back)
+        where = _network(), os.getpid(), self._token, self._memory, self._slot
+        return Address(*where, there, back)
 
     def say(self) -> None:
         """Tell that the next slot is filled."""
@@ -174,12 +181,12 @@ class Guest:
             raise LeftError from error
 
     def _map(self, address: Address) -> list[Bytes]:
-        memory = self._open(address.memory, os.O_RDWR)
-        if os.fstat(memory).st_size == _SIZE:
-            room = mmap.mmap(memory, _SIZE, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        memory, size = self._open(address.memory, os.O_RDWR), _size(address.slot)
+        if os.fstat(memory).st_size == size:
+            room = mmap.mmap(memory, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
             os.close(self._ends.pop())  # the map has its own
             if room[-_TOKEN:] == address.token:
-                return _slots(room)
+                return _slots(room, address.slot)
         raise OSError("this is another process, perhaps on another machine")
 
     def _open(self, number: int, how: int, inode: int | None = None) -> int:
@@ -224,6 +231,12 @@ def pieces(runs: Sequence[Run]) -> list[Piece]:
     return found
 
 
+def slot_for(pieces: Sequence[Piece]) -> int:
+    """Return how long a slot must be: any piece fits, and each begins a page."""
+    longest: int = max(piece.place.stop - piece.place.start for piece in pieces)
+    return -(-longest // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
 def first_block(pieces: Sequence[Piece], after: int) -> int:
     """Return the number of the first block after so many pieces."""
     return pieces[after - 1].blocks.stop if after else 0
@@ -233,5 +246,9 @@ def _network() -> int:
     return Path("/proc/self/ns/net").stat().st_ino
 
 
-def _slots(room: mmap.mmap) -> list[Bytes]:
-    return [np.frombuffer(room, np.uint8, SLOT, k * SLOT) for k in range(SLOTS)]
+def _size(slot: int) -> int:
+    return SLOTS * slot + _TOKEN
+
+
+def _slots(room: mmap.mmap, slot: int) -> list[Bytes]:
+    return [np.frombuffer(room, np.uint8, slot, k * slot) for k in range(SLOTS)]

@@ -14,7 +14,7 @@ from springline.center.layout import Bytes, Run
 from springline.center.plan import Plan
 from springline.center.served.messages import Reply, span
 from springline.center.served.near import AGAIN, REFUSED, Piece, first_block, pieces
-from springline.rules.rule import CenterBlock, Rule
+from springline.rules.rule import CenterBlock, Rule, is_finite
 
 
 class Parts:
@@ -48,15 +48,47 @@ class Parts:
         self.pieces = [pieces([block.run for block in blocks]) for blocks in self._blocks]
         self._outgoing: Bytes | None = None  # for messages that are not `x` itself
 
-    def data(self) -> list[Bytes]:
-        """Return what is sent to each shard: `x` itself where the shard makes the message."""
-        x = self.local.x
+    def data(self, shard: int) -> Bytes:
+        """Return what is sent to a shard as one message: `x` itself where the shard makes it.
+
+        Raises:
+            NonFiniteError: it is not finite.
+        """
+        here, blocks = self._places[shard], self._blocks[shard]
+        if self._rule.reads_center:
+            return self.local.x[here]
         if self._rule.synchronous:
-            for block in (block for blocks in self._blocks for block in blocks):
+            for block in blocks:
                 self._message(block)
-        elif not self._rule.reads_center:
-            x = self._make_messages()
-        return [x[here] for here in self._places]
+            return self.local.x[here]
+        if self._outgoing is None:
+            self._outgoing = self._layout.allocate()
+        for block in blocks:
+            self._write(block, self._parts[shard].view(block.run, self._outgoing[here]))
+        return self._outgoing[here]
+
+    def check(self, shard: int) -> None:
+        """Look through what is going to be sent to a shard, where the shard does not do it.
+
+        Raises:
+            NonFiniteError: it is not finite.
+        """
+        for block in self._blocks[shard]:
+            if block.rule.reads_center or not self._has_gradient(block):
+                continue
+            if not block.rule.accumulates:
+                self._message(block)
+            elif not is_finite(block.local.a):
+                raise non_finite(self._layout, block.run, block.local.a, self._rank)
+
+    def fill(self, shard: int, piece: Piece, slot: Bytes) -> None:
+        """Write a piece of what is sent into a slot.
+
+        Raises:
+            NonFiniteError: it is not finite.
+        """
+        for block, out in zip(self._blocks[shard][piece.blocks], piece.elements(slot), strict=True):
+            self._write(block, out.reshape(block.local.x.shape))
 
     def adopt(self, shard: int, reply: Reply, had: int) -> NonFiniteError | None:
         """Adopt a shard's reply, but for the pieces that were adopted before.
@@ -85,7 +117,11 @@ class Parts:
         Returns:
             The same.
         """
-        pairs = list(zip(self._blocks[shard][piece.blocks], piece.elements(slot), strict=True))
+        blocks = self._blocks[shard][piece.blocks]
+        pairs = [
+            (block, c.reshape(block.local.x.shape))
+            for block, c in zip(blocks, piece.elements(slot), strict=True)
+        ]
         if answer == REFUSED:
             bad = [pair for pair in pairs if not np.isfinite(self._where(*pair)).all()]
             return self._refused(*(bad or pairs)[0])
@@ -116,18 +152,23 @@ class Parts:
                 c = after.c
         block.rule.adopt(block.local, message, c)
 
-    def _make_messages(self) -> Bytes:
-        if self._outgoing is None:
-            self._outgoing = self._layout.allocate()
-        for part, blocks, here in zip(self._parts, self._blocks, self._places, strict=True):
-            for block in blocks:
-                entry = block.run.entry
-                out = part.view(block.run, self._outgoing[here])
-                if block.rule.reads_center:
-                    np.copyto(out, block.local.x)
-                elif entry is None or self.local.seen[entry]:
-                    np.copyto(out, self._message(block))
-        return self._outgoing
+    def _write(self, block: Block, out: Any) -> None:
+        """Write what is sent of a block, if anything is."""
+        mine = block.local
+        if block.rule.reads_center:
+            np.copyto(out, mine.x)
+        elif self._has_gradient(block):
+            room, mine.message = mine.message, out
+            try:
+                message = self._message(block)
+            finally:
+                mine.message = room
+            if message is not out:
+                np.copyto(out, message)
+
+    def _has_gradient(self, block: Block) -> bool:
+        entry = block.run.entry
+        return entry is None or bool(self.local.seen[entry])
 
     def _message(self, block: Block) -> Any:
         try:

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from springline.center.errors import CenterError
 from springline.center.served.head import BEAT
 from springline.center.served.messages import Message, Reply
+from springline.center.served.near import Address
 from springline.center.served.parts import Parts
+from springline.center.served.peer import Pending
 
 _RESENT = 10.0  # seconds that others have to send again what a restarted shard has lost
 
@@ -37,13 +41,12 @@ class Rounds:
         try:
             while not done:
                 number = self._begin()
-                messages = self._member.messages(parts)
-                self._contribute(messages, number)
+                message = self._contribute(parts, number)
                 # It may have been closed without us meanwhile; then we are in the next.
                 done = self._settle(number, contributed=True)
             done = False
             self._member.wait(lambda seconds: self._closed(number, seconds), f"round {number}")
-            self._reduce(parts, messages, number)
+            self._reduce(parts, message, number)
             done = True
         finally:
             if number and not done and not self._member.left:
@@ -64,12 +67,28 @@ class Rounds:
         self._member.wait(begin, "the round that is under way")
         return found[0]
 
-    def _contribute(self, messages: list[Message], number: int) -> None:
+    def _contribute(self, parts: Parts, number: int) -> Message:
+        """Send our message to every shard; return it, but for its data."""
+        member, streams = self._member, self._member.streams(parts)
+        peers, near = member.center.shards, streams.near
+        data = {k: parts.data(k) for k in range(len(peers)) if k not in near}
+        head = member.message(parts.local)
         calls = [
-            self._member.ask(k, "contribute", message, number) for k, message in enumerate(messages)
+            member.ask(k, "contribute", replace(head, data=part), number)
+            for k, part in data.items()
         ]
+
+        def begin(k: int, had: int, address: Address) -> Pending:
+            return peers[k].ask("take", head, number, address)
+
+        asks = {k: (peers[k], partial(begin, k)) for k in near}
+        _, far = streams.exchange(asks, parts.fill, _nothing, member.patience, whole=True)
+        for k in far:
+            message = replace(head, data=parts.data(k))
+            calls.append(member.ask(k, "contribute", message, number))
         for call in calls:
             call.result()
+        return head
 
     def _settle(self, number: int, contributed: bool) -> bool:
         return bool(self._member.ask_as_member("settle", number, contributed))
@@ -83,15 +102,26 @@ class Rounds:
         self._settle(number, contributed=True)
         return list(ranks) or [self._member.rank]
 
-    def _reduce(self, parts: Parts, messages: list[Message], number: int) -> None:
+    def _reduce(self, parts: Parts, message: Message, number: int) -> None:
         """Take a round's mean from every shard."""
-        sender, asked = messages[0].sender, self._contributors
-        calls = [self._member.ask(k, "reduce", number, asked, sender) for k in range(len(messages))]
-        for k, call in enumerate(calls):
+        member, streams = self._member, self._member.streams(parts)
+        peers, near = member.center.shards, streams.near
+        asked = number, self._contributors, message.sender
+        calls = {k: member.ask(k, "reduce", *asked) for k in range(len(peers)) if k not in near}
+
+        def begin(k: int, had: int, address: Address) -> Pending:
+            return peers[k].ask("give", *asked, had, address)
+
+        asks = {k: (peers[k], partial(begin, k)) for k in near}
+        _, far = streams.exchange(asks, _nothing, parts.adopt_piece, member.patience)
+        calls |= {k: member.ask(k, "reduce", *asked) for k in far}
+        for k, call in calls.items():
             answer = call.result()
             if isinstance(answer, list):
-                answer = self._reduce_again(k, messages[k], number)
+                answer = self._reduce_again(k, replace(message, data=parts.data(k)), number)
             parts.adopt_mean(k, answer.data)
+            if call.was_lost or k in far:
+                streams.look_again(k)
 
     def _reduce_again(self, k: int, message: Message, number: int) -> Reply:
         """Take the mean from a shard that was started again: what it had been sent is gone.
@@ -110,3 +140,7 @@ class Rounds:
             if time.monotonic() - waited > _RESENT:
                 asked = [rank for rank in asked if rank not in answer or rank == self._member.rank]
             time.sleep(BEAT)
+
+
+def _nothing(*_: object) -> None:
+    """The other side alone has to do something with a slot."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,13 @@ from springline.center.served.replies import Replies
 from springline.center.served.slots import Slots
 from springline.center.served.storage import Saved
 from springline.rules.rule import Rule
+
+
+@dataclass
+class _Round:
+    number: int
+    messages: list[Bytes]
+    pieces: int = 0  # that are in the center
 
 
 class Shard:
@@ -67,6 +75,7 @@ class Shard:
         self._book = Book()
         self._replies = Replies()
         self._slots = Slots()
+        self._round: _Round | None = None  # that is being reduced
         self._mean: Reply | None = None  # of the last round that was reduced here
         self._turn = threading.Lock()  # of an exchange, if the center has locks
         self._table = threading.Lock()  # of the slots
@@ -137,16 +146,9 @@ class Shard:
         """
         self._check(sender)
         with self._turn:
-            if self._slots.reduced < number:
-                with self._table:
-                    messages = self._slots.of_round(number, contributors)
-                if isinstance(messages, list):
-                    return messages
-                if messages:  # else all that was sent is gone; the center stays as it is
-                    self._merger.merge_round([message.data for message in messages.values()])
-                with self._table:
-                    self._slots.forget(number)
-                self._mean = None
+            missing = self._merge(number, contributors, self._merger.pieces)
+            if missing:
+                return missing
             self._note(sender)
             if self._mean is None:
                 self._mean = Reply(self.snapshot())
@@ -185,9 +187,33 @@ class Shard:
         Without locks an exchange that is under way may be in the center and not in the rows.
         """
         with self._turn:
+            self._end_round()
             here = {"span": [self._start, self._stop], "round": self._slots.reduced}
             header = here | self._book.to_json()
             return header, {"center": self._center.copy(), "state": self._state.copy()}
+
+    def _merge(self, number: int, contributors: Sequence[int], pieces: int) -> list[int]:
+        """Reduce a round up to a piece, as far as that is not done; return whose are missing."""
+        if self._slots.reduced >= number:
+            return []
+        if self._round is None or self._round.number != number:
+            with self._table:
+                messages = self._slots.begin(number, contributors)
+            if isinstance(messages, list):
+                return messages
+            self._round = _Round(number, [message.data for message in messages.values()])
+        self._go_on(self._round, pieces)
+        return []
+
+    def _go_on(self, round_: _Round, pieces: int) -> None:
+        while round_.pieces < pieces:
+            if round_.messages:  # else all that was sent is gone; the center stays as it is
+                self._merger.merge_round(round_.messages, round_.pieces)
+            round_.pieces += 1
+        if round_.pieces == self._merger.pieces:
+            with self._table:
+                self._slots.forget(round_.number)
+            self._round = self._mean = None
 
     def _repeat(self, sender: Sender) -> Reply | None:
         """Return the answer to an exchange that was applied already."""
@@ -239,11 +265,17 @@ class Shard:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        if self._plan.use_locking:
+        if self._plan.use_locking or self._rule.synchronous:
             with self._turn:
+                self._end_round()
                 yield
         else:
             yield
+
+    def _end_round(self) -> None:
+        """Let the center be of one round, where one is reduced as its pieces are asked for."""
+        if self._round:
+            self._go_on(self._round, self._merger.pieces)
 
     def _restore(self, checkpoints: Checkpoints) -> None:
         """Go on from the last checkpoint; what is wrong with it is said to whoever asks."""

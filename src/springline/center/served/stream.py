@@ -4,7 +4,8 @@ Such a piece is still in cache when the shard merges it and when the worker adop
 while the shard has it the worker makes the next one ready. So an exchange goes through `x` and `c`
 about once, where a message and its reply are written and read once more each.
 
-It is for rules without an outer optimizer: that counts its steps per parameter, not per piece.
+Pieces are made of whole blocks, which are whole parameters where an outer optimizer wants to see
+these; if one of them is too large for a slot, the part goes as a message.
 """
 
 from __future__ import annotations
@@ -12,41 +13,47 @@ from __future__ import annotations
 import logging
 import select
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from springline.center.errors import NonFiniteError
 from springline.center.layout import Bytes
-from springline.center.served.messages import Message
-from springline.center.served.near import AGAIN, POSSIBLE, SLOT, SLOTS, Piece, Ring
+from springline.center.served.near import (
+    AGAIN,
+    LARGEST,
+    POSSIBLE,
+    SLOT,
+    SLOTS,
+    Address,
+    Piece,
+    Ring,
+    slot_for,
+)
 from springline.center.served.peer import Call, Peer, Pending
-from springline.rules.rule import Rule
 
+# Begins a call: after so many pieces that were adopted, through the memory at an address.
+Ask = Callable[[int, Address], Pending]
+Fill = Callable[[int, Piece, Bytes], None]  # fills a slot: the shard, the piece, the slot
 # Adopts a piece: the shard, the piece, the slot, the answer. Returns what is wrong, if a block was
 # refused.
 Adopt = Callable[[int, Piece, Bytes, int], NonFiniteError | None]
+SMALL = SLOT * SLOTS  # bytes of a part that is sent as a message, wherever the shard is
 _LOOK = 0.2  # seconds without a word from any shard after which we look whether they are there
 _log = logging.getLogger("springline")
-_NOTHING = np.empty(0, np.uint8)
 
 
 class Streams:
     """Exchanges with those shards that are on this machine, as far as is known.
 
     Args:
-        rule: the worker's.
         pieces: of each shard.
     """
 
-    def __init__(self, rule: Rule, pieces: Sequence[Sequence[Piece]]) -> None:
-        self._before = rule.keeps_copy
+    def __init__(self, pieces: Sequence[Sequence[Piece]]) -> None:
         self._pieces = pieces
-        fits = POSSIBLE and rule.adopts_message and rule.reads_center and rule.outer is None
-        large = [k for k, shard in enumerate(pieces) if shard[-1].place.stop > SLOT * SLOTS]
-        self._fits = set(large if fits else [])
+        self._slots = [slot_for(shard) for shard in pieces]
+        large = [k for k, shard in enumerate(pieces) if shard[-1].place.stop > SMALL]
+        self._fits = {k for k in large if POSSIBLE and self._slots[k] <= LARGEST}
         self.near = set(self._fits)  # which may be here
         self._rings: dict[int, Ring] = {}
 
@@ -56,11 +63,20 @@ class Streams:
 
     def exchange(
         self,
-        shards: Mapping[int, tuple[Peer, Message]],
+        shards: Mapping[int, tuple[Peer, Ask]],
+        fill: Fill,
         adopt: Adopt,
         timeout: float | None,
+        whole: bool = False,
     ) -> tuple[NonFiniteError | None, dict[int, int]]:
         """Exchange with these shards.
+
+        Args:
+            shards: which, and how each is asked.
+            fill: fills a slot with a piece.
+            adopt: what is done with an answer.
+            timeout: as of any call.
+            whole: begin anew if a call is lost, as the shard needs all pieces at once.
 
         Returns:
             The error if a block was refused; and of those shards that are not here, or cannot be
@@ -68,10 +84,11 @@ class Streams:
         """
         streams: dict[int, Stream] = {}
         try:
-            for k, (peer, message) in shards.items():
+            for k, (peer, ask) in shards.items():
                 ring = self._rings.pop(k, None)  # put back when nothing is under way any more
-                own = ring, self._pieces[k], partial(adopt, k)
-                streams[k] = Stream(peer, message, self._before, *own, timeout)
+                make = partial(Ring, self._slots[k])
+                own = ring, make, self._pieces[k], partial(fill, k), partial(adopt, k)
+                streams[k] = Stream(peer, ask, *own, timeout, whole)
             _finish(list(streams.values()))
             far = {k: stream.adopted for k, stream in streams.items() if stream.far}
             self.near -= set(far)
@@ -97,30 +114,35 @@ class Stream(Call):
 
     Args:
         peer: the shard.
-        message: what is sent to it.
-        before: whether the answer is to be `c` as it was.
+        ask: how it is asked, with the pieces that were adopted and the address of the ring.
         ring: through which, or None for a new one.
-        pieces: of it.
+        make: makes a new one.
+        pieces: of the shard.
+        fill: fills a slot with a piece.
         adopt: what is done with an answer: piece, slot and answer.
         timeout: as of any call.
+        whole: begin anew if the call is lost.
     """
 
     def __init__(
         self,
         peer: Peer,
-        message: Message,
-        before: bool,
+        ask: Ask,
         ring: Ring | None,
+        make: Callable[[], Ring],
         pieces: Sequence[Piece],
+        fill: Callable[[Piece, Bytes], None],
         adopt: Callable[[Piece, Bytes, int], NonFiniteError | None],
         timeout: float | None,
+        whole: bool,
     ) -> None:
-        self._x = message.data
-        self._message = replace(message, data=_NOTHING)
-        self._before = before
+        self._begin = ask
         self._ring = ring
+        self._make = make
         self._pieces = pieces
+        self._fill = fill
         self._adopt = adopt
+        self._whole = whole
         self._filled = self.adopted = 0
         self._forgotten = False
         self.far = False
@@ -136,14 +158,13 @@ class Stream(Call):
     def ring(self) -> Ring:
         """The memory and the pipes; new ones if there are none."""
         if self._ring is None:
-            self._ring = Ring()
+            self._ring = self._make()
         return self._ring
 
     def fill(self) -> None:
         """Fill a slot, if one is free."""
         if not self.far and self._filled < min(len(self._pieces), self.adopted + SLOTS):
-            data = self._x[self._pieces[self._filled].place]
-            np.copyto(self.ring.slots[self._filled % SLOTS][: len(data)], data)
+            self._fill(self._pieces[self._filled], self.ring.slots[self._filled % SLOTS])
             self._filled += 1
             self.ring.say()
 
@@ -195,10 +216,11 @@ class Stream(Call):
         except OSError:  # no more files, for instance
             self.far = True
             return _Answered(False)
+        if self._whole:
+            self.adopted = 0
         self._filled = self.adopted
-        message = replace(self._message, had=self.adopted)
         try:
-            return self._peer.ask("stream", message, self._before, address)
+            return self._begin(self.adopted, address)
         except BaseException:
             self.close()
             raise
