@@ -31,9 +31,9 @@ from springline.center.ray import NAMESPACE
 
 FULL = [
     Case(25_000_000, p, s, 20 if p == 1 else 10, rule)
-    for rule, shards in (("elastic", (1, 2, 4, 8)), ("averaging", (2,)), ("AGN", (2,)))
+    for rule in ("elastic", "averaging", "AGN")
     for p in (1, 2, 4)
-    for s in shards
+    for s in (1, 2, 4, 8)
 ]
 QUICK = [Case(4_000_000, 2, 2, 3, rule) for rule in ("elastic", "averaging", "AGN")]
 _BUFFERS = 20  # of the model's size that Ray's memory has room for

@@ -149,12 +149,10 @@ worker makes `x ← x − α(x − c)`. All workers exchange at the same moment 
 case: workers that train come when they come.
 
 Between processes of one machine Ray sends nothing: a put is a copy, a get is none, and so the
-least is two copies. **Elastic averaging** does not send whole messages to a shard on its own
-machine: `x` goes through memory that the worker lends, a piece of 1 MB at a time, which the shard
-merges and answers while it is in cache, and while the worker fills the next. **Averaging and AGN**
-send whole messages, put and got as the least is: a round keeps all of `x` until it is closed, and
-an outer optimizer counts its steps per parameter. Shard and worker each go through the model once
-more, on the same cores, and so they take longer. Between machines
+least is two copies. An exchange sends no whole messages to a shard on the worker's own machine
+either: they go through memory that the worker lends, a piece of 1 MB at a time, which the shard
+merges and answers while it is in cache, and while the worker fills the next. Under averaging they
+go there and back in two passes, with the round in between. Between machines
 [an exchange takes little more than its bytes](two-hosts.md).
 
 On one machine alone the center in shared memory is the one to use, which `springline run` does
