@@ -24,8 +24,8 @@ COLUMNS = (
     "exchange, ms",
     "÷ bare",
     "quartiles",
-    "its all-reduce, ms",
-    "passes over memory, ms",
+    "adding up, ms",
+    "before and after, ms",
     "in memcpys",
 )
 COLOURS = {"averaging": "#c8553d", "elastic": "#1f6fb2"}
@@ -40,8 +40,8 @@ class Row:
     bare: Quartiles  # ms
     exchange: Quartiles  # ms
     ratio: Quartiles  # exchange ÷ bare, of the same rank and round
-    reduce: Quartiles  # ms
-    passes: Quartiles  # ms, the rest of the exchange
+    adding: Quartiles  # ms
+    around: Quartiles  # ms, the rest of the exchange
     memcpy: Quartiles  # ms, by all ranks at once
 
     @classmethod
@@ -49,15 +49,15 @@ class Row:
         """Compare round by round, on every rank."""
         bare = [second for t in times for second in t.bare]
         exchange = [second for t in times for second in t.exchange[rule]]
-        reduce = [second for t in times for second in t.reduce[rule]]
-        pairs = list(zip(exchange, reduce, strict=True))
+        adding = [second for t in times for second in t.adding[rule]]
+        pairs = list(zip(exchange, adding, strict=True))
         return cls(
             case,
             rule,
             _ms(bare),
             _ms(exchange),
             Quartiles.of(e / b for e, b in zip(exchange, bare, strict=True)),
-            _ms(reduce),
+            _ms(adding),
             _ms(whole - part for whole, part in pairs),
             _ms(second for t in times for second in t.memcpy),
         )
@@ -79,8 +79,8 @@ class Row:
         """Return what stands under `COLUMNS`."""
         head = [str(self.case.ranks), self.rule, str(self.bare), str(self.exchange)]
         ratio = [f"{self.ratio.median:.2f}", self._spread]
-        memcpys = f"{self.passes.median / self.memcpy.median:.1f}"
-        return [*head, *ratio, str(self.reduce), str(self.passes), memcpys]
+        memcpys = f"{self.around.median / self.memcpy.median:.1f}"
+        return [*head, *ratio, str(self.adding), str(self.around), memcpys]
 
 
 def section(rows: Sequence[Row], command: str, load: float) -> str:
@@ -120,16 +120,16 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             bare = shown[0].bare.median
             panel.bar(0, bare, 0.6, color=GREY, alpha=0.6)
             for place, row in enumerate(shown, 1):
-                colour, reduce = COLOURS[row.rule], row.reduce.median
-                panel.bar(place, reduce, 0.6, color=colour, alpha=0.8)
-                panel.bar(place, row.passes.median, 0.6, bottom=reduce, color=colour, alpha=0.4)
+                colour, adding = COLOURS[row.rule], row.adding.median
+                panel.bar(place, adding, 0.6, color=colour, alpha=0.8)
+                panel.bar(place, row.around.median, 0.6, bottom=adding, color=colour, alpha=0.4)
                 panel.vlines(place, row.exchange.low, row.exchange.high, color="#222222")
             panel.axhline(TARGET * bare, color=GREY, linewidth=0.9, linestyle="--")
             panel.set_xticks(range(len(shown) + 1), ["bare", *(row.rule for row in shown)])
             panel.set_title(f"{ranks} ranks; dashed: {TARGET:g} times bare", fontsize=9.5)
             panel.set_axisbelow(True)
             panel.grid(axis="y", color="#e4e4e4", linewidth=0.8)
-        panels[0].set_ylabel("ms (pale: passes over memory)")
+        panels[0].set_ylabel("ms (pale: before and after adding up)")
         figure.savefig(path)
 
 
@@ -148,17 +148,21 @@ def _load(load: float) -> str:
 
 
 _READING = """\
-Every rank is a process. In each round all of them make a bare `all_reduce` of a buffer of the same
-size, an exchange of model averaging and one of elastic averaging, each after a barrier; who is
-first changes. Figures are medians over all ranks and rounds. *Passes over memory* is what is left
-of an exchange when its own all-reduce is taken away: `x` is divided and written into the buffer
-that is sent, and looked through for NaN on the way (averaging), or `δ` is made and `x` moved
-(elastic); and under averaging the sum is copied to `x`. The center itself is never copied: the
-buffer in which the sum arrives is the next center. *In memcpys* is that time over a memcpy of the
-model by all ranks at once.
+Every rank is a process on this machine. In each round all of them make a bare `all_reduce` of a
+buffer of the same size, an exchange of model averaging and one of elastic averaging, each after a
+barrier; who is first changes. Figures are medians over all ranks and rounds. *Adding up* is from
+where a rank has written what it contributes to where the sum of all is there, waiting for the
+others included. *Before and after* is the rest of an exchange: `x` is divided and written into the
+memory that the ranks share, and looked through for NaN on the way (averaging), or `δ` is made and
+`x` moved (elastic); and under averaging the sum is copied to `x`. The center itself is never
+copied: the buffer in which the sum comes to be is the next center. *In memcpys* is that time over a
+memcpy of the model by all ranks at once.
 
-On a loopback "sending" is a copy, too, made by the same cores, and so a pass over memory counts as
-much here as it ever can. `x` and `c` are two buffers, of which an all-reduce fills one: a memcpy
-to the other, alone, is a fifth of the bare all-reduce here, and the target is a tenth. Over a
-network of 10 Gbit/s the bare all-reduce of 100 MB between two ranks takes 80 ms for the wire alone,
-at 1 Gbit/s 800 ms, while the passes stay what they are."""
+The bare `all_reduce` is gloo's, over this machine's loopback, on which "sending" is a copy into the
+kernel and one out of it. An exchange sends nothing here but a few bytes with which ranks wait for
+each other: each adds up its share of what all have written, where it was written. That is how an
+exchange, which does more than an all-reduce, can take less time. Between machines one rank of each
+makes the same all-reduce as a bare one does, only of fewer ranks, and what is before and after
+stays what it is: over a network of 10 Gbit/s 100 MB between two machines take 80 ms for the wire
+alone, at 1 Gbit/s 800 ms. A rank that is alone on its machine does as much before and after as
+here, and its all-reduce is the bare one."""

@@ -38,7 +38,7 @@ class Times:
     bare: list[float] = field(default_factory=list)
     memcpy: list[float] = field(default_factory=list)  # of as many bytes
     exchange: dict[str, list[float]] = field(default_factory=dict)
-    reduce: dict[str, list[float]] = field(default_factory=dict)  # the exchange's own all-reduce
+    adding: dict[str, list[float]] = field(default_factory=dict)  # the exchange's own adding up
 
 
 def measure(case: Case, rank: int, store: str) -> Times:
@@ -51,9 +51,9 @@ def measure(case: Case, rank: int, store: str) -> Times:
         name: Worker(values, rule(case.ranks), Collective(dist.group.WORLD), rank)
         for name, rule in RULES.items()
     }
-    inside = {name: _timed_reduce(worker) for name, worker in workers.items()}
+    inside = {name: _timed_adding(worker) for name, worker in workers.items()}
     tensor = torch.zeros(case.parameters)
-    times = Times(exchange={name: [] for name in RULES}, reduce={name: [] for name in RULES})
+    times = Times(exchange={name: [] for name in RULES}, adding={name: [] for name in RULES})
     kinds: Sequence[str] = ["bare", *RULES]
     for k in range(case.rounds + 1):
         for name in (*kinds[k % 3 :], *kinds[: k % 3]):  # another is first in every round
@@ -72,7 +72,7 @@ def measure(case: Case, rank: int, store: str) -> Times:
                 times.memcpy.append(copying)
             else:
                 times.exchange[name].append(seconds)
-                times.reduce[name].append(sum(inside[name]))
+                times.adding[name].append(sum(inside[name]))
     for worker in workers.values():
         worker.finish()
     dist.barrier()
@@ -86,16 +86,16 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _timed_reduce(worker: Worker) -> list[float]:
-    """Let a worker's all-reduces be timed; return where their seconds go."""
+def _timed_adding(worker: Worker) -> list[float]:
+    """Let a worker's adding up be timed; return where its seconds go."""
     center, seconds = worker.center, list[float]()
     assert isinstance(center, CollectiveCenter)
-    plain = center.group.sum
+    plain = center.add_up
 
-    def timed(tensors: Sequence[torch.Tensor]) -> None:
+    def timed() -> None:
         start = time.perf_counter()
-        plain(tensors)
+        plain()
         seconds.append(time.perf_counter() - start)
 
-    center.group.sum = timed  # type: ignore[method-assign]
+    center.add_up = timed  # type: ignore[method-assign]
     return seconds

@@ -1,5 +1,6 @@
 """AGN and model averaging through the memory of workers on the shard's machine."""
 
+import json
 import subprocess
 import sys
 import threading
@@ -10,7 +11,7 @@ import pytest
 
 from served import Service
 from springline import AGN, ModelAverage, Worker
-from springline.center import Layout, NonFiniteError
+from springline.center import Layout, NonFiniteError, lent
 from springline.center.plan import Plan, arrays_of
 from springline.center.served import near, stream
 from springline.center.served.merger import Merger
@@ -283,13 +284,13 @@ def test_a_shard_is_started_again_in_the_middle_of_a_round(serve, tmp_path, toge
 
 
 TAKES = """
-import time
+import json, time
+from dataclasses import asdict
 from springline.center.served.near import Ring
 ring = Ring(2**18)
 address = ring.open()
 ring.say()
-where = address.network, address.process, address.token.hex(), address.memory, address.slot
-print(*where, *address.there, *address.back, flush=True)
+print(json.dumps([asdict(address.memory), address.there, address.back]), flush=True)
 time.sleep(600)
 """
 
@@ -303,10 +304,8 @@ def test_a_worker_is_killed_while_it_contributes(serve, background):
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         with process.stdout:
-            network, pid, token, memory, slot, *ends = process.stdout.readline().split()
-        numbers = [int(n) for n in ends]
-        where = int(network), int(pid), bytes.fromhex(token), int(memory), int(slot)
-        address = Address(*where, tuple(numbers[:2]), tuple(numbers[2:]))
+            memory, there, back = json.loads(process.stdout.readline())
+        address = Address(lent.Address(**memory), tuple(there), tuple(back))
         waits = background(lambda: shard.take(message(0, 1, 0), 1, address))
         while not shard._slots._rooms:
             assert not waits.done()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -423,18 +424,19 @@ def test_memory_of_somebody_else_is_refused():
         ring.slots[0][:] = 7
         np.testing.assert_array_equal(guest.slots[0], 7)
     other = Ring()
+    memory = address.memory
     for wrong in (
-        {"network": address.network + 1},
-        {"token": b"0" * 16},
-        {"memory": other._memory},
+        {"memory": replace(memory, network=memory.network + 1)},
+        {"memory": replace(memory, token="0" * 32)},
+        {"memory": replace(memory, number=other.open().memory.number)},
+        {"memory": replace(memory, size=memory.size + 1)},
+        {"memory": replace(memory, process=2**22 + 1)},
         {"there": (address.there[0], address.there[1] + 1)},
         {"back": (address.back[0], address.back[1] + 1)},
-        {"process": 2**22 + 1},
     ):
-        values = {name: getattr(address, name) for name in address.__dataclass_fields__}
         before = open_files()
         with pytest.raises(OSError, match=r"another|gone on|No such"):
-            Guest(type(address)(**values | wrong))
+            Guest(replace(address, **wrong))
         assert open_files() == before
     ring.close()
     other.close()

@@ -1,4 +1,4 @@
-"""The synchronous rules over a process group of torch.distributed: every rank has the center."""
+"""The synchronous rules over a process group of torch.distributed: every machine has the center."""
 
 from springline.center.collective.center import Collective, CollectiveCenter
 

@@ -1,7 +1,9 @@
-"""Synchronous rules over `torch.distributed`: the center is on every rank, the same to the bit.
+"""Synchronous rules over `torch.distributed`: the center is on every machine, the same to the bit.
 
-An exchange is a round: one all-reduce of one flat buffer (one per dtype, where a model has float64
-beside float32), in which every rank of the group takes part. Model averaging is the mean of those
+An exchange is a round in which every rank of the group takes part. The ranks of one machine add up
+in memory that they share; then one of them, the machine's speaker, does so with those of the other
+machines, by one all-reduce of one flat buffer (one per dtype, where a model has float64 beside
+float32). Model averaging is the mean of those
 that contribute. Elastic averaging is the paper's synchronous form, with the `c` from before the
 round on every rank::
 
@@ -26,6 +28,7 @@ import torch
 
 from springline.center import checkpoint
 from springline.center.center import Center, Progress, check_settings
+from springline.center.collective import machine
 from springline.center.collective.group import Group
 from springline.center.collective.member import CollectiveMember
 from springline.center.collective.replica import Replica, Row
@@ -113,7 +116,7 @@ class CollectiveCenter(Center):
     ) -> None:
         self.group = group
         self.plan = Plan.of(layout, rule, use_locking=True)
-        self.replica = Replica(layout, group.size, group.device)
+        self.replica = Replica(layout, group.size)
         self.member: CollectiveMember | None = None
         self.turn = threading.Lock()  # held while `c` is copied or changes its place
         self._version = 0
@@ -187,6 +190,17 @@ class CollectiveCenter(Center):
             self._keeper.wait()
         self.group.close()
 
+    def add_up(self) -> None:
+        """Let the sum of what all ranks contribute come to be on every machine."""
+        self.group.meet()  # all have written
+        self.replica.add()
+        self.group.meet()  # all have added
+        if len(self.group.machines) > 1:
+            if self.group.speaks:
+                self.group.sum(self.replica.outgoing())
+                self.replica.incoming()
+            self.group.meet()
+
     def close_round(self, rows: Sequence[Row], changed: bool) -> None:
         """Take the sum for `c`, if it changed, and what the ranks said."""
         with self.turn:
@@ -196,6 +210,12 @@ class CollectiveCenter(Center):
             self._version += any(contributed)
             self._exchanges = [n + c for n, c in zip(self._exchanges, contributed, strict=True)]
             self.rows = list(rows)
+        # Mates that go on write where `c` is not: the speaker at once, the others when all have
+        # come to the next round. Until here this rank may have read there: the sum, to find it
+        # too large, and the last `c`, in a thread that has the turn. So all wait for each other
+        # once more. What is `c` now is written to when the next round, too, has come to here on
+        # all of them: until then it can be adopted and copied.
+        self.group.meet()
         if self._keeper is not None and any(contributed):
             self._keeper.offer(self._snapshot)
 
@@ -240,7 +260,11 @@ class CollectiveCenter(Center):
         given = center.copy()
         tensor = torch.from_numpy(center).to(self.group.device)
         self.group.broadcast(tensor)
-        self.replica.write(tensor.cpu().numpy())
+        rooms = machine.settle(self.group, self.replica.nbytes)
+        self.replica.settle(rooms, self.group.mates.index(self.group.rank), self.group.device)
+        if self.group.speaks:
+            self.replica.write(tensor.cpu().numpy())
+        self.group.meet()
         self._version, steps = all_ranks[0]["version"], all_ranks[0]["steps"]
         more = [max(steps, default=0)] * (self.group.size - len(steps))  # ranks that are new
         self.rows = [Row(False, False, False, 0.0, n) for n in [*steps, *more][: self.group.size]]

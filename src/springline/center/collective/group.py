@@ -6,9 +6,10 @@ script, whatever that does meanwhile. Texts travel as bytes, never as pickles.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +22,7 @@ from springline.center.errors import CenterError, RoundTimeoutError
 from springline.center.waiting import WARN_EVERY
 
 _SLICE = timedelta(seconds=1)  # torch's wait hears no signal
-TELL = 5.0  # seconds of waiting after which a rank says so, for the others' warnings
+TELL = 1.0  # seconds of waiting after which a rank says so; less than `GRACE`, see roll.py
 _log = logging.getLogger("springline")
 
 
@@ -42,9 +43,12 @@ class Group:
         self._rounds = 0
         self._roll: Roll | None = None
         self.device = torch.device("cpu")
+        self.machines = [[rank] for rank in range(self.size)]
         self._own: Any = group
+        self._near: Any = None  # the ranks of this machine
+        self._far: Any = group  # the speakers
         if isinstance(group, dist.ProcessGroup):
-            self._own = self._guard("the start", lambda: self._new(group))
+            self._own = self._far = self._guard("the start", lambda: self._new(group))
             self._roll = Roll(self._own.get_group_store(), self.rank, self.size)
 
     def _new(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -55,22 +59,77 @@ class Group:
             self.device = torch.device(
                 next(iter(backends)), torch.accelerator.current_device_index()
             )
+        return self._of(backends[self.device.type], dist.get_process_group_ranks(group))
+
+    def _of(self, backend: str, ranks: list[int]) -> dist.ProcessGroup:
+        """Make a process group of some ranks of the world; all of them must."""
         made = dist.new_group(
-            dist.get_process_group_ranks(group),
+            ranks,
             timeout=None if self.timeout is None else timedelta(seconds=self.timeout),
-            backend=backends[self.device.type],
+            backend=backend,
             use_local_synchronization=True,
         )
         assert isinstance(made, dist.ProcessGroup)  # noqa: S101 - all of its ranks are in it
         return made
 
-    def sum(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by the sum over all ranks, with one all-reduce each."""
+    @property
+    def divisible(self) -> bool:
+        """Whether parts of it can be groups of their own, and memory is what is added up."""
+        return self._roll is not None and self.device.type == "cpu" and self.size > 1
+
+    @property
+    def mates(self) -> list[int]:
+        """The ranks of this machine; the first is its speaker."""
+        return next(ranks for ranks in self.machines if self.rank in ranks)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank is its machine's speaker."""
+        return self.mates[0] == self.rank
+
+    def divide(self, machines: list[list[int]]) -> None:
+        """Let ranks meet by machine from now on; all ranks must, with the same ones."""
+        self.machines = machines
+        if len(machines) == 1:
+            self._near, self._far = self._own, None
+        elif len(machines) < self.size:
+            speakers = [ranks[0] for ranks in machines]
+            # Torch names a group after how many a process has, too: each rank makes two.
+            near = self._part_of(self.mates)
+            far = self._part_of(speakers if self.speaks else [self.rank])
+            self._near = near if len(self.mates) > 1 else None
+            self._far = far if self.speaks else None
+
+    def _part_of(self, ranks: Sequence[int]) -> Any:
+        """Make a process group of some of our ranks."""
+        world = dist.get_process_group_ranks(self._own)
+        backend = dist.get_backend(self._own)
+        return self._guard("the start", lambda: self._of(backend, [world[r] for r in ranks]))
+
+    @contextlib.contextmanager
+    def round(self) -> Iterator[None]:
+        """A round; who does not come to its end can take part in no other."""
+        self.check()
         self._rounds += 1
-        self._guard(
-            f"round {self._rounds}",
-            lambda: [self._own.allreduce([tensor]) for tensor in tensors],
-        )
+        try:
+            yield
+        except BaseException:
+            self.broken = True
+            raise
+
+    def meet(self) -> None:
+        """Wait for all ranks of this machine."""
+        if self._near is not None:
+            mark = torch.zeros(2 * self.size)  # so many that each rank hears of both its neighbours
+            self._guard(self._point, lambda: [self._near.allreduce([mark])], near=True)
+
+    def sum(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by the sum over all machines, with one all-reduce each.
+
+        The speakers do; there is nothing to do for the others, and on a single machine.
+        """
+        if self._far is not None:
+            self._guard(self._point, lambda: [self._far.allreduce([t]) for t in tensors])
 
     def broadcast(self, tensor: Tensor) -> None:
         """Replace a tensor by rank 0's."""
@@ -108,28 +167,38 @@ class Group:
         to the next one, and that would find the addresses of the old one in the store.
         """
         self.broken = True
-        self._own = None
+        self._own = self._near = self._far = None
 
-    def _guard(self, what: str, start: Callable[[], Any]) -> Any:
-        """Start communication and wait for it; no other can follow one that fails."""
+    def check(self) -> None:
+        """Refuse a group that can be used no more."""
         if self.broken:
             raise CenterError(
                 "This worker's process group has failed or was closed. End the process and start "
                 "all of them again."
             )
+
+    def _guard(self, what: str, start: Callable[[], Any], near: bool = False) -> Any:
+        """Start communication and wait for it; no other can follow one that fails.
+
+        Args:
+            what: is waited for.
+            start: returns what to wait for.
+            near: whether it is between the ranks of this machine alone.
+        """
+        self.check()
         try:
             started = start()
             for work in started if isinstance(started, list) else ():
-                self._wait(work, what)
+                self._wait(work, what, near)
         except RuntimeError as error:
             self.broken = True
-            raise self._failed(what, error) from error
+            raise self._failed(what, error, near) from error
         except BaseException:  # Ctrl-C, while others go on
             self.broken = True
             raise
         return started
 
-    def _wait(self, work: Any, what: str) -> None:
+    def _wait(self, work: Any, what: str, near: bool) -> None:
         if self.device.type != "cpu":
             work.wait()
             return
@@ -142,7 +211,7 @@ class Group:
                     self._roll.wait_at(self._point)
                 if self.timeout is None and time.monotonic() > warn_at:
                     warn_at += WARN_EVERY
-                    words = self.rank, what, waited, self._who(failed=False)
+                    words = self.rank, what, waited, self._who(near, failed=False)
                     _log.warning("Rank %d waits for %s since %.0f s; %s.", *words)
         finally:
             if self._roll:
@@ -158,10 +227,10 @@ class Group:
             work.wait()  # raises what is wrong, if it was not just in time
         return True
 
-    def _failed(self, what: str, error: RuntimeError) -> CenterError:
+    def _failed(self, what: str, error: RuntimeError, near: bool) -> CenterError:
         reason = str(error).strip().splitlines()[0]
         late = "timed out" in reason.lower() or "timeout" in reason.lower()
-        who = self._who(failed=True)
+        who = self._who(near, failed=True)
         advice = (
             "A process group cannot go on without one of its ranks: end this process and start all "
             "of them again, as `torchrun --max-restarts` does; they go on from the last checkpoint."
@@ -176,13 +245,18 @@ class Group:
 
     @property
     def _point(self) -> str:
-        return f"round {self._rounds}"
+        return f"round {self._rounds}" if self._rounds else "the start"
 
-    def _who(self, failed: bool) -> str:
-        """Name those who give no sign that they are waiting, too."""
+    def _who(self, near: bool, failed: bool) -> str:
+        """Name those who give no sign that they are waiting, too.
+
+        Where the ranks of a machine meet, one of them; others are named if all of these are there.
+        """
         missing = self._roll.missing(self._point, failed) if self._roll else None
         if missing is None:
             return "which of the other ranks is missing cannot be known"
+        if near:
+            missing = [rank for rank in missing if rank in self.mates] or missing
         if missing:
             return "missing: " + ", ".join(f"rank {rank}" for rank in missing)
         return "all ranks are there, so that it is the connection between them"

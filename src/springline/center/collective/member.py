@@ -31,6 +31,7 @@ class Block:
     rule: Rule
     local: LocalBlock  # its message is a part of what is added up
     c: NDArray[Any]
+    total: NDArray[Any]  # the sum, which is the next `c`
     pulls: bool  # the worker moves by its own message; else it takes the next `c`
 
 
@@ -72,8 +73,8 @@ class CollectiveMember(Member):
                 if error:
                     raise error
                 for block in blocks:
-                    if not block.pulls:  # its message is the next `c` now
-                        block.rule.adopt(block.local, block.local.message, block.local.message)
+                    if not block.pulls:
+                        block.rule.adopt(block.local, block.total, block.total)
             finally:
                 self._busy = False
                 local.forget_gradients()
@@ -105,20 +106,22 @@ class CollectiveMember(Member):
     def _meet(self, row: Row) -> None:
         """Add up, and close the round."""
         center, replica = self.center, self.center.replica
-        replica.say(self.rank, row)
-        center.group.sum(replica.outgoing())
-        replica.incoming()
-        rows = replica.said()
-        count = sum(r.contributes for r in rows)
-        if self.rule.synchronous and 0 < count < len(rows):
-            replica.scale(len(rows) / count)
-        if any(r.large for r in rows) and (name := replica.overflown()):
-            center.close_round(rows, changed=False)
+        with center.group.round():
+            replica.say(self.rank, row)
+            center.add_up()
+            rows = replica.said()
+            count = sum(r.contributes for r in rows)
+            if self.rule.synchronous and 0 < count < len(rows):
+                replica.scale(len(rows) / count)
+                center.group.meet()
+            name = replica.overflown() if any(r.large for r in rows) else None
+            counts = count > 0 or not self.rule.synchronous
+            center.close_round(rows, changed=counts and name is None)
+        if name:
             raise NonFiniteError(
                 f"{name!r} would overflow the center, so the round was not taken, on any rank. "
                 "Lower the learning rate, or take the center again and go on from there."
             )
-        center.close_round(rows, changed=count > 0 or not self.rule.synchronous)
 
     def _contribute(self, blocks: list[Block]) -> tuple[bool, NonFiniteError | None]:
         """Write this rank's part of the sum; whether it is large, and what was not finite."""
@@ -183,6 +186,7 @@ class CollectiveMember(Member):
                 f"This center was made in process {self._process} and is used in its child "
                 f"{os.getpid()}, which has no part in the process group."
             )
+        self.center.group.check()  # mates may still read where we would write
 
     def _bind(self, local: Local) -> None:
         """Lay the worker's buffers beside the center's blocks, for either place of `c`."""
@@ -190,14 +194,15 @@ class CollectiveMember(Member):
         rules = {"parameter": self.rule, "buffer": buffer_rule(self.rule)}
 
         def bind(part: Part, following: int) -> Block:
-            message = replica.buffers[following][part.kind][part.place]
+            message = replica.messages[following][part.kind][part.place]
             mine = LocalBlock(part.run.view(local.x), message)
             if local.copy is not None:
                 mine.copy = part.run.view(local.copy)
             rule = rules[part.run.kind]
+            total = replica.buffers[following][part.kind][part.place]
             c = replica.buffers[1 - following][part.kind][part.place]
             pulls = part.run.kind == "parameter" and not rule.synchronous
-            return Block(part, rule, mine, c, pulls)
+            return Block(part, rule, mine, c, total, pulls)
 
         self._blocks = [[bind(part, following) for part in replica.parts] for following in (0, 1)]
         self._bound = local

@@ -54,7 +54,7 @@ class Roll:
         """Return who gives no sign within a few seconds; None if that cannot be known.
 
         Args:
-            point: where all should be.
+            point: where we are; others may be a round ahead, or have failed in the one before.
             failed: whether we can go no further, which is a sign for the others.
         """
 
@@ -63,11 +63,12 @@ class Roll:
                 self.go_on()
                 with self._turn:
                     self._say(point, _FAILED)
-            first, here = self._signs(point), set[int]()
+            first, here = self._signs(), set[int]()
             end = time.monotonic() + GRACE
             while here != self._others and time.monotonic() < end:
-                now = self._signs(point)
-                here |= {r for r, sign in now.items() if sign == _FAILED or sign != first.get(r)}
+                for rank, sign in self._signs().items():
+                    if sign.endswith(_FAILED) or sign != first.get(rank):
+                        here.add(rank)
                 time.sleep(_PAUSE)
             return sorted(self._others - here)
 
@@ -80,20 +81,21 @@ class Roll:
             with self._turn:
                 self._say(_END)
             end = time.monotonic() + GRACE
-            while set(self._signs(_END)) != self._others and time.monotonic() < end:
+            while time.monotonic() < end:
+                signs = self._signs()
+                if all(signs.get(rank, "").startswith(_END) for rank in self._others):
+                    break
                 time.sleep(_PAUSE)
 
         _within(GRACE + 2, ask)
 
-    def _signs(self, point: str) -> dict[int, str]:
-        """Return the last signs of those who are at a point."""
-        found = {}
-        for rank in self._others:
-            if self._store.check([self._key(rank)]):
-                where, _, sign = self._store.get(self._key(rank)).decode().rpartition(" ")
-                if where == point:
-                    found[rank] = sign
-        return found
+    def _signs(self) -> dict[int, str]:
+        """Return the last sign of everyone who has given one."""
+        return {
+            rank: self._store.get(self._key(rank)).decode()
+            for rank in self._others
+            if self._store.check([self._key(rank)])
+        }
 
     def _beat(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone, and nobody asks any more

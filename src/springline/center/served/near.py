@@ -1,25 +1,24 @@
 """Memory that a worker lends to a shard on the same machine: slots, and a pipe in either direction.
 
-The shard finds them under `/proc`, as processes of the same user may. They have no names, so that
-nothing is left behind, whoever is killed. What is in another network namespace counts as another
-machine.
+The shard finds the pipes under `/proc`, as it does the memory. They have no names either, so that
+nothing is left behind, whoever is killed.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import secrets
 import select
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
+from springline.center import lent
 from springline.center.layout import Bytes, Run
+from springline.center.lent import Lent, borrow, open_of
 
 SLOT = 1024 * 1024  # bytes: four blocks, which stay in cache on their way there and back
 LARGEST = 16 * SLOT  # of a slot, where a block is a whole parameter
@@ -28,8 +27,7 @@ SLOTS = 4  # pieces that may be under way at once
 AGAIN = 255  # it was applied before
 REFUSED = 254  # it was refused before
 _AWAY = 0.5  # seconds without a piece after which we look whether the worker is still there
-_TOKEN = 16
-POSSIBLE = hasattr(os, "memfd_create") and hasattr(select, "poll")  # Linux, with a recent libc
+POSSIBLE = lent.POSSIBLE and hasattr(select, "poll")
 
 
 class LeftError(Exception):
@@ -41,20 +39,12 @@ class Address:
     """Where a shard finds a worker's memory and pipes.
 
     Args:
-        network: the worker's, as an inode.
-        process: the worker's.
-        token: what stands behind the slots, so that no other machine's process is taken for it.
-        memory: its file descriptor there.
-        slot: bytes of each slot.
+        memory: that of the slots.
         there: descriptor and inode of the pipe to the shard.
         back: descriptor and inode of the pipe to the worker.
     """
 
-    network: int
-    process: int
-    token: bytes
-    memory: int
-    slot: int
+    memory: lent.Address
     there: tuple[int, int]
     back: tuple[int, int]
 
@@ -71,17 +61,8 @@ class Ring:
 
     def __init__(self, slot: int = SLOT) -> None:
         self._ends: list[int] = []  # the shard reads the first, we write the second; and so back
-        self._slot = slot
-        self._memory = os.memfd_create("springline", os.MFD_CLOEXEC)
-        try:
-            os.truncate(self._memory, _size(slot))
-            room = mmap.mmap(self._memory, _size(slot))
-        except BaseException:
-            self.close()
-            raise
-        self._token = secrets.token_bytes(_TOKEN)
-        room[-_TOKEN:] = self._token
-        self.slots = _slots(room, slot)
+        self._lent = Lent(SLOTS * slot)
+        self.slots = _slots(self._lent.memory)
 
     def open(self) -> Address:
         """Make pipes."""
@@ -90,8 +71,7 @@ class Ring:
             self._ends += os.pipe()
         reads, _, _, writes = self._ends
         there, back = ((end, os.fstat(end).st_ino) for end in (reads, writes))
-        where = _network(), os.getpid(), self._token, self._memory, self._slot
-        return Address(*where, there, back)
+        return Address(self._lent.address, there, back)
 
     def say(self) -> None:
         """Tell that the next slot is filled."""
@@ -114,9 +94,7 @@ class Ring:
         """Let go of everything. A shard may still write to the memory; nobody sees it."""
         self.hang_up()
         self.slots = []
-        memory, self._memory = self._memory, -1
-        if memory >= 0:
-            os.close(memory)
+        self._lent.close()
 
 
 class Guest:
@@ -127,15 +105,13 @@ class Guest:
     """
 
     def __init__(self, address: Address) -> None:
-        self._where = f"/proc/{address.process}/fd"
+        self._process = address.memory.process
         self._there = address.there
         self._ends: list[int] = []
-        if address.network != _network():
-            raise OSError("this is another machine")
+        self.slots = _slots(borrow(address.memory, populate=True))
         try:
-            self.slots = self._map(address)
-            self._hears = self._open(address.there[0], os.O_RDONLY, address.there[1])
-            self._says = self._open(address.back[0], os.O_WRONLY, address.back[1])
+            self._hears = self._open(*address.there, os.O_RDONLY)
+            self._says = self._open(*address.back, os.O_WRONLY)
         except BaseException:
             self.__exit__()
             raise
@@ -169,7 +145,7 @@ class Guest:
         """Whether the worker still has its pipe, which a child of it may hold when it is gone."""
         end, inode = self._there
         try:
-            return Path(f"{self._where}/{end}").stat().st_ino == inode
+            return Path(f"/proc/{self._process}/fd/{end}").stat().st_ino == inode
         except OSError:
             return False
 
@@ -180,20 +156,10 @@ class Guest:
         except BrokenPipeError as error:
             raise LeftError from error
 
-    def _map(self, address: Address) -> list[Bytes]:
-        memory, size = self._open(address.memory, os.O_RDWR), _size(address.slot)
-        if os.fstat(memory).st_size == size:
-            room = mmap.mmap(memory, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-            os.close(self._ends.pop())  # the map has its own
-            if room[-_TOKEN:] == address.token:
-                return _slots(room, address.slot)
-        raise OSError("this is another process, perhaps on another machine")
-
-    def _open(self, number: int, how: int, inode: int | None = None) -> int:
-        flags = how | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-        end = os.open(f"{self._where}/{number}", flags)
+    def _open(self, number: int, inode: int, how: int) -> int:
+        end = open_of(self._process, number, how)
         self._ends.append(end)
-        if inode is not None and os.fstat(end).st_ino != inode:
+        if os.fstat(end).st_ino != inode:
             raise OSError("the worker has gone on")
         return end
 
@@ -242,13 +208,6 @@ def first_block(pieces: Sequence[Piece], after: int) -> int:
     return pieces[after - 1].blocks.stop if after else 0
 
 
-def _network() -> int:
-    return Path("/proc/self/ns/net").stat().st_ino
-
-
-def _size(slot: int) -> int:
-    return SLOTS * slot + _TOKEN
-
-
-def _slots(room: mmap.mmap, slot: int) -> list[Bytes]:
-    return [np.frombuffer(room, np.uint8, slot, k * slot) for k in range(SLOTS)]
+def _slots(memory: Bytes) -> list[Bytes]:
+    slot = len(memory) // SLOTS
+    return [memory[k * slot : (k + 1) * slot] for k in range(SLOTS)]

@@ -1,0 +1,198 @@
+"""What a rank does that adds up with others of its machine, in a process of its own."""
+
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from multiprocessing.connection import Client
+from pathlib import Path
+
+import numpy as np
+
+from springline import ElasticAverage, ModelAverage, Worker
+from springline.center import CenterError, NonFiniteError, lent
+
+RULES = {"average": ModelAverage, "elastic": ElasticAverage}
+# Both are several blocks, and no share of 3 ranks ends where a block does.
+VALUES = {"w": np.zeros((700, 431), np.float32), "d": np.ones(50_021)}
+TIMEOUT = 20.0
+
+
+def start(rank, ranks, store, interface="lo"):
+    """Make the process group."""
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+
+
+def make(rank, ranks, rule, values=VALUES, timeout=TIMEOUT):
+    import torch.distributed as dist
+
+    from springline.center.collective import Collective
+
+    return Worker(values, rule, Collective(dist.group.WORLD), rank, timeout=timeout)
+
+
+def step(worker, rng, bad=False):
+    """Move, and exchange; return what was wrong."""
+    for x in worker.parameters.values():
+        x += rng.standard_normal(x.shape)
+    if bad:
+        worker.parameters["d"][-1] = np.nan
+    try:
+        worker.step()
+    except NonFiniteError as error:
+        worker.take_center()
+        return str(error)
+    return ""
+
+
+def trained(rank, ranks, name, bad=()):
+    """Make four rounds; `bad` are the ranks that have NaN in the second."""
+    rng = np.random.default_rng(rank)
+    worker = make(rank, ranks, RULES[name](workers=ranks, period=1))
+    said = [step(worker, rng, bad=k == 1 and rank in bad) for k in range(4)]
+    worker.finish()
+    center = worker.center
+    return {
+        "said": said,
+        "c": center.values(),
+        "x": {n: x.copy() for n, x in worker.parameters.items()},
+        "version": center.version,
+        "exchanges": [progress.exchanges for progress in center.progress()],
+        "machines": center.group.machines,
+        "files": sum("memfd:springline" in _target(f) for f in Path("/proc/self/fd").iterdir()),
+    }
+
+
+def overflowing(rank, ranks):
+    """Two rounds that can be taken, and one between them that cannot."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the rate is meant to be too large
+        rule = ElasticAverage(workers=ranks, period=1, moving_rate=1.0)
+    worker, rng = make(rank, ranks, rule), np.random.default_rng(rank)
+    said, versions, values = [], [], []
+    for value in (1.0, 3e38, 2.0):
+        worker.parameters["w"][-1, -1] = value
+        said.append(step(worker, rng))
+        versions.append(worker.center.version)
+        values.append(worker.center.values())
+    worker.finish()
+    return {"said": said, "versions": versions, "values": values}
+
+
+def scenes(rank, ranks, store, interface="lo", networks=None, without=(), full=()):
+    """All that ends well.
+
+    Args:
+        networks: that of each rank, if it is to be another than the real one.
+        without: the ranks that have no memory to lend.
+        full: the ranks whose machine has no memory left.
+    """
+    start(rank, ranks, store, interface)
+    if networks:
+        lent.network = lambda: networks[rank]
+    lent.POSSIBLE = rank not in without
+    if rank in full:
+        lent.Lent.reserve = _no_memory
+
+    def all_rules():
+        for name in RULES:
+            yield name, trained(rank, ranks, name)
+            yield f"nan {name}", trained(rank, ranks, name, bad=(0, 1))
+
+    found = dict(all_rules()) | {"overflow": overflowing(rank, ranks)}
+    lent.POSSIBLE = False
+    return found | {f"alone {scene}": said for scene, said in all_rules()}
+
+
+def dying(pipe, rank, ranks, store, timeout, interface="lo"):
+    """Make a round and, if we are told so, end in the middle of the next; else say what came."""
+    start(rank, ranks, store, interface)
+    worker = make(rank, ranks, ModelAverage(workers=ranks, period=1), timeout=timeout)
+    center, rng = worker.center, np.random.default_rng(rank)
+    step(worker, rng)
+    before = center.values()
+    pipe.send(center.group.machines)
+    how, where = pipe.recv()
+    if how is not None:
+        owner = center.replica if where == "add" else center
+        setattr(owner, where, lambda *_, **__: _end(how))
+    try:
+        step(worker, rng)
+        pipe.send("a round")
+        step(worker, rng)
+    except KeyboardInterrupt:
+        pass
+    except CenterError as error:
+        pipe.send(f"{type(error).__name__}: {error}")
+    try:
+        worker.step()
+    except CenterError as error:
+        pipe.send(str(error))
+    worker.finish()  # without waiting for anybody
+    pipe.send([(center.values()[n] == c).all() for n, c in before.items()])
+
+
+def reading(pipe, rank, ranks, store):
+    """Make rounds while a thread reads the center slowly; say whether it changed meanwhile."""
+    start(rank, ranks, store)
+    worker = make(rank, ranks, ModelAverage(workers=ranks, period=1))
+    replica, changes, done = worker.center.replica, [], threading.Event()
+    plain = replica.center
+
+    def slowly(out):
+        plain(out)
+        before = out.copy()
+        time.sleep(0.1)
+        plain(out)
+        changes.append(bool((out != before).any()))
+
+    def read():
+        while not done.is_set():
+            worker.center.read()
+            time.sleep(0.01)
+
+    if rank == 1:
+        replica.center = slowly
+        thread = threading.Thread(target=read)
+        thread.start()
+    for _ in range(20):
+        for x in worker.parameters.values():
+            x += 1
+        worker.step()
+    if rank == 1:
+        done.set()
+        thread.join()
+        replica.center = plain
+    worker.finish()
+    pipe.send((worker.center.group.machines, changes))
+
+
+def _end(how):
+    if how == "interrupted":
+        raise KeyboardInterrupt
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _no_memory(*_):
+    raise OSError("no memory")
+
+
+def _target(link):
+    try:
+        return str(link.readlink())
+    except FileNotFoundError:  # of the listing itself
+        return ""
+
+
+if __name__ == "__main__":  # on a host of its own: function, rank, ranks, folder
+    function, rank, ranks, folder = sys.argv[1], *map(int, sys.argv[2:4]), Path(sys.argv[4])
+    with Client(str(folder / f"pipe-{rank}"), "AF_UNIX") as pipe:
+        if function == "scenes":
+            pipe.send(scenes(rank, ranks, folder / "store", "eth0"))
+        else:
+            dying(pipe, rank, ranks, folder / "store", 8, "eth0")
