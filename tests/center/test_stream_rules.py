@@ -4,10 +4,13 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from served import Service
 from springline import AGN, ModelAverage, Worker
@@ -19,6 +22,7 @@ from springline.center.served.messages import Message, Sender
 from springline.center.served.near import Address, Ring
 from springline.center.served.peer import PeerLostError
 from springline.rules import SGD, Adam, Momentum
+from springline.torch.outer import TorchOuter
 
 WORKERS = 3
 SIZE = 1_000_000
@@ -344,3 +348,26 @@ def test_a_shard_dies_in_the_middle(serve, monkeypatch, together, method):
         np.testing.assert_array_equal(one.parameters["w"], np.arange(SIZE) + 1)
     pieces = sum(peer.target._merger.pieces for peer in service.shards)
     assert len(done) - WORKERS * pieces == (6 if method == "keep" else 2)
+
+
+def test_a_torch_optimizer_keeps_nothing_of_the_memory(serve):
+    inner = torch.optim.SGD([torch.zeros(1)], lr=1.0, momentum=0.5)
+    outer = TorchOuter(inner, dict.fromkeys(VALUES, inner.defaults))
+    rule = AGN(workers=1, period=1, optimizer=outer)
+    service = serve(rule)
+    before = open_files()
+    one = worker(service, rule)
+    asked = asked_of(service)
+    for _ in range(3):
+        one.observe(dict.fromkeys(VALUES, np.float32(-1)))
+        one.exchange()
+    assert set(asked) == {"stream"}
+    np.testing.assert_array_equal(one.parameters["w"], 1 + 1.5 + 1.75)
+    one.member.leave()
+    deadline = time.monotonic() + 10  # the shard may still be about to let go
+    while open_files() > before:
+        assert time.monotonic() < deadline
+
+
+def open_files():
+    return len(list(Path("/proc/self/fd").iterdir()))

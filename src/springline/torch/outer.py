@@ -126,7 +126,10 @@ class TorchOuter:
             numbers = {key: kind(arrays[key]) for key, kind in self._numbers[name].items()}
             optimizer.state[p] = arrays | numbers
         np.copyto(work, c)
-        optimizer.step()
+        try:
+            optimizer.step()
+        finally:
+            p.grad = None  # it may be memory that a worker has lent
         if not is_finite(c):
             np.copyto(c, work)
             raise FloatingPointError(f"the step of {self.kind} overflows")
