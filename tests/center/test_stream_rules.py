@@ -256,6 +256,27 @@ def test_nobody_gets_pieces_of_two_rounds(half_given):
     np.testing.assert_array_equal(shard.read().data.view(np.float32), 7)
 
 
+def test_who_asks_for_a_round_while_the_next_is_half_given_gets_that_one(half_given, background):
+    _, shard, *_ = half_given
+    contribute(shard, message(1, 2, 7.0), 2)
+    ring = Ring(2**18)
+    address = ring.open()
+    gives = background(lambda: shard.give(2, [1], message(1, 2, 0).sender, 0, address))
+    try:
+        ring.say()
+        assert ring.hear() == bytes([1])
+        assert shard._center.view(np.float32)[-1] != 7
+        mean = shard.reduce(1, [0, 1], message(0, 1, 0).sender).data
+        np.testing.assert_array_equal(mean.view(np.float32), 7)
+        contribute(shard, message(1, 2, 99.0), 2)
+        ring.say()
+        assert ring.hear() == bytes([1])
+        np.testing.assert_array_equal(ring.slots[1].view(np.float32), 7)
+    finally:
+        ring.close()
+    gives.result(20)
+
+
 def test_what_comes_late_for_a_round_that_is_being_reduced_is_not_taken(half_given):
     _, shard, *_ = half_given
     for rank in (1, 2):  # nor does anybody else get the room of what is there
@@ -285,6 +306,64 @@ def test_a_shard_is_started_again_in_the_middle_of_a_round(serve, tmp_path, toge
             np.testing.assert_array_equal(one.parameters["w"], 1 + number)
     assert (calls.count("contribute"), calls.count("reduce")) != (0, 0)
     assert calls.count("take") == 2 * WORKERS
+
+
+def restarts(service, monkeypatch, method, piece):
+    """Let the first shard be started again, from its storage, the first time it gets to a piece."""
+    old, plain = service.shards[0].target, getattr(Merger, method)
+
+    def die(merger, number, *arguments):
+        if merger is old._merger and (number == piece or service.shards[0].target is not old):
+            service.shards[0].target = service.make[0]()
+            raise PeerLostError("the shard has died")
+        return plain(merger, number, *arguments)
+
+    monkeypatch.setattr(Merger, method, die)
+    return lambda: service.shards[0].target is not old
+
+
+def test_what_was_given_of_a_mean_is_the_mean(serve, tmp_path, monkeypatch, together):
+    """A shard is started again when some have the mean's first pieces and others have none."""
+    rule = RULES["average"]
+    service = serve(rule, storage=str(tmp_path / "store"))
+    workers = [worker(service, rule, rank) for rank in range(WORKERS)]
+    has_died = restarts(service, monkeypatch, "show", 2)
+    for one in workers:
+        one.parameters["w"][:] = np.arange(SIZE) + one.rank
+    together(*[one.exchange for one in workers])
+    assert has_died()
+    for one in workers:
+        np.testing.assert_array_equal(one.parameters["w"], np.arange(SIZE) + 1)
+
+
+@pytest.mark.parametrize("name", ["adam", "momentum"])
+def test_a_shard_is_started_again_in_the_middle_of_a_parameter(serve, tmp_path, monkeypatch, name):
+    """It has not counted the step of the parameter; what the worker had an answer to is lost."""
+    rule = RULES[name]
+    service = serve(rule, {"w": VALUES["w"]}, shards=1, storage=str(tmp_path / "store"))
+    one = worker(service, rule, 0, {"w": VALUES["w"]})
+    has_died = restarts(service, monkeypatch, "swap", 2)
+    one.observe({"w": np.ones(SIZE, np.float32)})
+    one.exchange()
+    assert has_died()
+    c = one.center.values()["w"]
+    np.testing.assert_array_equal(c[: 2**17], 0)
+    np.testing.assert_allclose(c[2**17 :], -0.5, rtol=1e-5)
+    np.testing.assert_allclose(one.parameters["w"], -0.5, rtol=1e-5)
+
+
+def test_many_small_parameters_fit_into_a_piece(serve, monkeypatch):
+    """An answer is a byte."""
+    monkeypatch.setattr(near, "SLOT", 2**20)
+    values = {f"p{k}": np.zeros(3, np.float32) for k in range(800)}
+    service = serve(RULES["sgd"], values, shards=1)
+    one = worker(service, RULES["sgd"], 0, values)
+    asked = asked_of(service)
+    one.observe(dict.fromkeys(values, np.float32(-2)))
+    one.exchange()
+    assert set(asked) == {"stream"}
+    for x, c in zip(one.parameters.values(), one.center.values().values(), strict=True):
+        np.testing.assert_array_equal([*x, *c], 1)
 
 
 TAKES = """

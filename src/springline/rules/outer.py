@@ -170,7 +170,8 @@ class Adam(_Elementwise):
 
     def step(self, name: str, c: Array, g: Array, state: State, rate: float, work: Array) -> None:
         """Take one step."""
-        m, v, t = state["m"], state["v"], float(state["t"][0])
+        # A center that goes on from a checkpoint in the middle of a parameter may not have counted.
+        m, v, t = state["m"], state["v"], max(float(state["t"][0]), 1.0)
         np.multiply(g, g, out=work)
         np.subtract(work, v, out=work)
         np.multiply(work, 1 - self.beta2, out=work)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from springline.rules.outer import Shape, State
-from springline.rules.rule import is_finite
+from springline.rules.rule import is_finite, size
 
 _TAKEN = "steps_taken"  # by the center's parameter; 0 means that there is no state
 _NOT_SETTINGS = ("params", "param_names", "lr", "initial_lr", "swa_lr", "max_lr", "min_lr")
@@ -108,7 +109,8 @@ class TorchOuter:
         work: NDArray[Any],
     ) -> None:
         """Take one step on `c`, in place."""
-        np.square(g, out=work)  # raises where a second moment would overflow
+        if size(g) == math.inf:
+            np.square(g, out=work)  # raises where a second moment would overflow
         place = threading.get_ident(), c.ctypes.data
         optimizer = self._optimizers.get(place)
         if optimizer is None:

@@ -26,6 +26,7 @@ SLOTS = 4  # pieces that may be under way at once
 # Answers other than the number of blocks that were applied; the slot then holds the center now.
 AGAIN = 255  # it was applied before
 REFUSED = 254  # it was refused before
+MOST = 253  # blocks of a piece
 _AWAY = 0.5  # seconds without a piece after which we look whether the worker is still there
 POSSIBLE = lent.POSSIBLE and hasattr(select, "poll")
 
@@ -190,7 +191,7 @@ def pieces(runs: Sequence[Run]) -> list[Piece]:
     found: list[Piece] = []
     start = 0
     for k in range(1, len(runs) + 1):
-        if k == len(runs) or runs[k].stop - runs[start].start > SLOT:
+        if k in (len(runs), start + MOST) or runs[k].stop - runs[start].start > SLOT:
             place = slice(runs[start].start - runs[0].start, runs[k - 1].stop - runs[0].start)
             found.append(Piece(slice(start, k), runs[start:k], place))
             start = k

@@ -1,4 +1,4 @@
-"""A shard to which workers of its own machine can stream their `x`, through memory that they lend.
+"""A shard with which workers of its own machine exchange through memory that they lend.
 
 A piece at a time is applied and answered, each once, however often it comes. Pieces of several
 workers come as they come, and none waits for a worker who has stopped.
@@ -16,7 +16,7 @@ from springline.center.served.shard import Shard
 
 
 class NearShard(Shard):
-    """A shard to which workers of its own machine can stream."""
+    """A shard with which workers of its own machine exchange through memory."""
 
     def stream(self, message: Message, before: bool, address: Address) -> bool:
         """Apply a worker's exchange, once, as its pieces come.

@@ -118,7 +118,8 @@ class Rounds:
         for k, call in calls.items():
             answer = call.result()
             if isinstance(answer, list):
-                answer = self._reduce_again(k, replace(message, data=parts.data(k)), number)
+                sent = replace(message, data=parts.data(k), had=far.get(k, 0))
+                answer = self._reduce_again(k, sent, number)
             parts.adopt_mean(k, answer.data)
             if call.was_lost or k in far:
                 streams.look_again(k)
@@ -126,8 +127,9 @@ class Rounds:
     def _reduce_again(self, k: int, message: Message, number: int) -> Reply:
         """Take the mean from a shard that was started again: what it had been sent is gone.
 
-        We send our message again, and so do those who wait as we do. The others have gone on with
-        the mean that it gave them, and are left out of this one.
+        We send our message again, and so do those who wait as we do; what we had of the mean, the
+        shard takes for the mean. The others have gone on with the mean that it gave them, and are
+        left out of this one.
         """
         asked = self._contributors
         waited = time.monotonic()

@@ -4,7 +4,7 @@ A shard remembers of every rank which exchange it has applied last. A repeat of 
 not applied: with the center as it is now, which is what most rules adopt; where the worker adopts
 its message, with `c` as it was before, which is kept until the worker says that it has it (and of
 at most a few workers: the others' repeats get the center as it is now). No copy of the model per
-worker.
+worker, but for what those of its own machine contribute to rounds: it has room for that.
 
 Checkpoints are written by a thread of their own. A shard that is started again goes on from the
 last one: what it had applied since then is lost, and what workers repeat is applied again.
@@ -36,7 +36,7 @@ from springline.rules.rule import Rule
 @dataclass
 class _Round:
     number: int
-    messages: list[Bytes]
+    messages: list[Message]
     pieces: int = 0  # that are in the center
 
 
@@ -194,6 +194,8 @@ class Shard:
 
     def _merge(self, number: int, contributors: Sequence[int], pieces: int) -> list[int]:
         """Reduce a round up to a piece, as far as that is not done; return whose are missing."""
+        if self._slots.latest > number:
+            self._end_round()
         if self._slots.reduced >= number:
             return []
         if self._round is None or self._round.number != number:
@@ -201,14 +203,16 @@ class Shard:
                 messages = self._slots.begin(number, contributors)
             if isinstance(messages, list):
                 return messages
-            self._round = _Round(number, [message.data for message in messages.values()])
+            self._round = _Round(number, list(messages.values()))
         self._go_on(self._round, pieces)
         return []
 
     def _go_on(self, round_: _Round, pieces: int) -> None:
         while round_.pieces < pieces:
-            if round_.messages:  # else all that was sent is gone; the center stays as it is
-                self._merger.merge_round(round_.messages, round_.pieces)
+            # What a worker had been given before this shard was started again is the mean.
+            given = [m for m in round_.messages if m.had > round_.pieces][:1]
+            if messages := given or round_.messages:  # else all is gone; the center stays
+                self._merger.merge_round([m.data for m in messages], round_.pieces)
             round_.pieces += 1
         if round_.pieces == self._merger.pieces:
             with self._table:
