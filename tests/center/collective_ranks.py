@@ -52,7 +52,7 @@ def step(worker, rng, bad=False):
 
 def trained(rank, ranks, name, bad=()):
     """Make four rounds; `bad` are the ranks that have NaN in the second."""
-    rng = np.random.default_rng(rank)
+    rng, groups = np.random.default_rng(rank), _groups()
     worker = make(rank, ranks, RULES[name](workers=ranks, period=1))
     said = [step(worker, rng, bad=k == 1 and rank in bad) for k in range(4)]
     worker.finish()
@@ -64,6 +64,7 @@ def trained(rank, ranks, name, bad=()):
         "version": center.version,
         "exchanges": [progress.exchanges for progress in center.progress()],
         "machines": center.group.machines,
+        "groups": _groups() - groups,
         "files": sum("memfd:springline" in _target(f) for f in Path("/proc/self/fd").iterdir()),
     }
 
@@ -137,6 +138,94 @@ def dying(pipe, rank, ranks, store, timeout, interface="lo"):
     pipe.send([(center.values()[n] == c).all() for n, c in before.items()])
 
 
+def closing(pipe, rank, ranks, store, folder):
+    """Make a round; in the next one rank 0 is closed while it waits for the others."""
+    import torch.distributed as dist
+
+    from springline.center.collective import Collective
+
+    start(rank, ranks, store)
+    place = Collective(dist.group.WORLD, folder if rank == 0 else None, save_every=0.0)
+    worker = Worker(VALUES, ModelAverage(workers=ranks, period=1), place, rank, timeout=TIMEOUT)
+    center, plain = worker.center, worker.center.add_up
+
+    def close():
+        center.close()
+        plain()
+
+    if rank == 0:
+        center.add_up = lambda: plain() if center.version == 0 else close()
+    said = []
+    for value in (1, 2):
+        for x in worker.parameters.values():
+            x[:] = value
+        try:
+            worker.step()
+        except CenterError as error:
+            said.append(str(error))
+            break
+    pipe.send((said, center.version, [np.unique(c).tolist() for c in center.values().values()]))
+
+
+def forking(pipe, rank, ranks, store):
+    """Make a round; a child of rank 0 tries to read and to save the center."""
+    start(rank, ranks, store)
+    worker = make(rank, ranks, ModelAverage(workers=ranks, period=1))
+    worker.step()
+    said = []
+    if rank == 0:
+        child = os.fork()
+        if child == 0:
+            for use in (worker.center.read, lambda: worker.center.save("never.safetensors")):
+                try:
+                    use()
+                except CenterError as error:
+                    said.append(str(error))
+            pipe.send(said)
+            os._exit(0)
+        os.waitpid(child, 0)
+    else:
+        pipe.send(said)
+    worker.finish()
+
+
+def waiting(pipe, rank, ranks, store, timeout):
+    """Ranks 0 and 1 are one machine; to its speaker the all-reduce takes longer than a timeout."""
+    start(rank, ranks, store)
+    lent.network = lambda: (7, 7, 8)[rank]
+    worker = make(rank, ranks, ModelAverage(workers=ranks, period=1), timeout=timeout)
+    group = worker.center.group
+    if rank == 0:
+        group._far = Slow(group._far, 1.5 * timeout)
+    for x in worker.parameters.values():
+        x[:] = rank
+    worker.step()
+    pipe.send((group.machines, [np.unique(x).tolist() for x in worker.parameters.values()]))
+    worker.finish()
+
+
+class Slow:
+    """A process group on a slow link: what it does takes longer than it does."""
+
+    def __init__(self, group, seconds):
+        self.group, self.seconds = group, seconds
+
+    def allreduce(self, tensors):
+        self.work, self.end = self.group.allreduce(tensors), time.monotonic() + self.seconds
+        return self
+
+    def wait(self, seconds=None):
+        left = self.end - time.monotonic()
+        if seconds is not None and left > seconds.total_seconds():
+            time.sleep(seconds.total_seconds())
+            raise RuntimeError("timed out")
+        time.sleep(max(0.0, left))
+        self.work.wait()
+
+    def is_completed(self):
+        return time.monotonic() > self.end and self.work.is_completed()
+
+
 def reading(pipe, rank, ranks, store):
     """Make rounds while a thread reads the center slowly; say whether it changed meanwhile."""
     start(rank, ranks, store)
@@ -180,6 +269,13 @@ def _end(how):
 
 def _no_memory(*_):
     raise OSError("no memory")
+
+
+def _groups():
+    """How many process groups torch knows of: their number is a part of the next one's name."""
+    from torch.distributed import distributed_c10d
+
+    return len(distributed_c10d._world.pg_names)
 
 
 def _target(link):

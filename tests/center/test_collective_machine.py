@@ -6,7 +6,6 @@ import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import Listener
-from pathlib import Path
 
 import collective_ranks
 import numpy as np
@@ -17,9 +16,9 @@ from hypothesis import strategies as st
 
 import hosts
 from marks import slow
+from springline.center import checkpoint
 from springline.center.collective.machine import divide
 
-SHARED = Path("/dev/shm")  # where no names are to be left
 SCENES = [f"{nan}{rule}" for nan in ("", "nan ") for rule in RULES]
 CASES = {  # ranks, what is unusual about them, the machines
     "two": (2, {}, [[0, 1]]),
@@ -50,7 +49,11 @@ def two_hosts(function, folder):
         yield pipes
 
 
-@pytest.fixture(scope="module", params=[*list(CASES)[:-1], *slow("two hosts")])
+EVERY_DAY = ("two", "two networks", "no memory left")
+OTHERS = [name for name in CASES if name not in EVERY_DAY]
+
+
+@pytest.fixture(scope="module", params=[*EVERY_DAY, *slow(*OTHERS)])
 def case(request, tmp_path_factory):
     """What all ranks say of every scene, and their machines."""
     ranks, unusual, machines = CASES[request.param]
@@ -72,6 +75,7 @@ def test_who_can_reach_each_other_is_one_machine(case, rule):
     said, machines = case
     for rank, one in enumerate(said):
         assert one[rule]["machines"] == machines
+        assert one[rule]["groups"] == 1  # all ranks have as many, however the machines are
         mates = next(len(machine) for machine in machines if rank in machine)
         if rule == "average":  # the first: nothing of an earlier center is there
             assert one[rule]["files"] == (mates if mates > 1 else 0)
@@ -144,13 +148,12 @@ def end_in_a_round(pipes, who, how, where):
     ("who", "how", "where"),
     [
         (0, "killed", "add"),
-        (2, "killed", "add"),
+        pytest.param(2, "killed", "add", marks=pytest.mark.slow),
         pytest.param(2, "killed", "close_round", marks=pytest.mark.slow),
         (1, "interrupted", "add"),
     ],
 )
 def test_who_ends_in_the_middle_of_a_round_is_named(start, tmp_path, who, how, where):
-    here = set(SHARED.iterdir())
     store = tmp_path / "store"
     lives = [start(collective_ranks.dying, rank, 3, store, 8) for rank in range(3)]
     pipes = [pipe for _, pipe in lives]
@@ -164,7 +167,6 @@ def test_who_ends_in_the_middle_of_a_round_is_named(start, tmp_path, who, how, w
         assert f"missing: rank {who}." in (said := pipe.recv()), said
         assert "has failed or was closed" in pipe.recv()
         assert pipe.recv() == [where == "add"] * 2  # else the round has been taken
-    assert set(SHARED.iterdir()) <= here
 
 
 @pytest.mark.slow
@@ -190,6 +192,35 @@ def test_who_reads_sees_one_round(start, tmp_path):
         assert machines == [[0, 1]]
         assert bool(changes) == (rank == 1)
         assert not any(changes)
+
+
+def test_a_center_that_is_closed_in_a_round_takes_no_half_sum(start, tmp_path):
+    folder = tmp_path / "run"
+    given = 2, tmp_path / "store", folder
+    lives = [start(collective_ranks.closing, rank, *given) for rank in range(2)]
+    for rank, (_, pipe) in enumerate(lives):
+        said, version, values = pipe.recv()
+        assert len(said) == 1
+        assert "has failed or was closed" in said[0] or rank == 1
+        assert (version, values) == (1, [[1.0], [1.0]])
+    for process, _ in lives:
+        process.join()
+    assert checkpoint.describe(folder / "checkpoint.safetensors").version == 1
+
+
+def test_a_child_of_a_rank_is_refused(start, tmp_path):
+    """Others write to the memory that it has of its parent."""
+    lives = [start(collective_ranks.forking, rank, 2, tmp_path / "store") for rank in range(2)]
+    said = [pipe.recv() for _, pipe in lives]
+    assert [len(texts) for texts in said] == [2, 0]
+    assert all("is used in its child" in text for text in said[0])
+
+
+@pytest.mark.slow
+def test_a_link_may_be_slower_than_a_rank_waits_for_another(start, tmp_path):
+    given = 3, tmp_path / "store", 4.0
+    lives = [start(collective_ranks.waiting, rank, *given) for rank in range(3)]
+    assert [pipe.recv() for _, pipe in lives] == [([[0, 1], [2]], [[1.0], [1.0]])] * 3
 
 
 @given(st.integers(1, 6).flatmap(lambda n: st.lists(st.sets(st.integers(0, n - 1)), min_size=n)))

@@ -46,10 +46,11 @@ class Lent:
     """The lender's side: zeros at first, of which no page is there before it is written or read.
 
     Raises:
-        OSError: there are no more files, or no memory.
+        OSError: there are no more files, no memory, or no `/proc`.
     """
 
     def __init__(self, size: int) -> None:
+        self._network = network()
         self._file = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         try:
             os.truncate(self._file, size + _TOKEN)
@@ -65,7 +66,7 @@ class Lent:
     def address(self) -> Address:
         """Where others find it, for as long as it is not closed."""
         size = len(self.memory)
-        return Address(network(), os.getpid(), self._file, self._token.hex(), size)
+        return Address(self._network, os.getpid(), self._file, self._token.hex(), size)
 
     def reserve(self, size: int) -> None:
         """Make sure of the first pages: without it whoever is first to need one may be killed.

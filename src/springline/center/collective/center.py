@@ -3,9 +3,8 @@
 An exchange is a round in which every rank of the group takes part. The ranks of one machine add up
 in memory that they share; then one of them, the machine's speaker, does so with those of the other
 machines, by one all-reduce of one flat buffer (one per dtype, where a model has float64 beside
-float32). Model averaging is the mean of those
-that contribute. Elastic averaging is the paper's synchronous form, with the `c` from before the
-round on every rank::
+float32). Model averaging is the mean of those that contribute. Elastic averaging is the paper's
+synchronous form, with the `c` from before the round on every rank::
 
     x ← x − α(x − c)      c ← c + α Σ(xᵢ − c)
 
@@ -17,9 +16,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -48,46 +47,8 @@ SAVE_EVERY = 30.0
 _log = logging.getLogger("springline")
 
 
-@dataclass(frozen=True)
-class Collective:
-    """A process group as the place of a center, for `center=` of an optimizer or a worker.
-
-    Args:
-        group: a `torch.distributed` process group, for instance `torch.distributed.group.WORLD`.
-        directory: where rank 0 keeps checkpoints, from which a restarted group goes on; only rank 0
-            needs to see it. None for no checkpoints.
-        save_every: seconds between two of them, so that at most these are lost.
-    """
-
-    group: Any
-    directory: str | Path | None = None
-    save_every: float = SAVE_EVERY
-
-    def __post_init__(self) -> None:
-        if not hasattr(self.group, "allreduce"):
-            raise TypeError(
-                "`group` must be a process group that this process is in; call "
-                "`torch.distributed.init_process_group()` first. "
-                f"Received: {type(self.group).__name__} {self.group!r}."
-            )
-        if not self.save_every >= 0:
-            raise ValueError(
-                f"`save_every` must be seconds >= 0. Received: save_every={self.save_every!r}."
-            )
-
-    def __call__(
-        self, layout: Layout, rule: Rule, values: Mapping[str, Any], timeout: float | None = None
-    ) -> CollectiveCenter:
-        """Make the center; all ranks of the group must."""
-        if timeout is not None and not timeout > 0:
-            raise ValueError(f"`timeout` must be seconds > 0, or None. Received: {timeout!r}.")
-        directory = None if self.directory is None else Path(self.directory)
-        group = Group(self.group, timeout)
-        return CollectiveCenter(group, layout, rule, values, directory, self.save_every)
-
-
 class CollectiveCenter(Center):
-    """A center that is on every rank of a process group; `Collective` makes it.
+    """A center that is on every machine of a process group; `Collective` makes it.
 
     Args:
         group: the ranks; all of them make the center at once.
@@ -115,6 +76,7 @@ class CollectiveCenter(Center):
         restore: Path | None = None,
     ) -> None:
         self.group = group
+        self.process = os.getpid()
         self.plan = Plan.of(layout, rule, use_locking=True)
         self.replica = Replica(layout, group.size)
         self.member: CollectiveMember | None = None
@@ -159,6 +121,7 @@ class CollectiveCenter(Center):
 
     def read(self, out: Bytes | None = None) -> Bytes:
         """Copy the center, all of one round, into a flat buffer."""
+        self.check_process()
         out = self.layout.allocate() if out is None else out
         with self.turn:
             self.replica.center(out)
@@ -199,7 +162,8 @@ class CollectiveCenter(Center):
             if self.group.speaks:
                 self.group.sum(self.replica.outgoing())
                 self.replica.incoming()
-            self.group.meet()
+            while not self.group.meet():
+                continue
 
     def close_round(self, rows: Sequence[Row], changed: bool) -> None:
         """Take the sum for `c`, if it changed, and what the ranks said."""
@@ -216,8 +180,19 @@ class CollectiveCenter(Center):
         # once more. What is `c` now is written to when the next round, too, has come to here on
         # all of them: until then it can be adopted and copied.
         self.group.meet()
-        if self._keeper is not None and any(contributed):
+
+    def offer_save(self) -> None:
+        """Write a checkpoint, if the last is old."""
+        if self._keeper is not None:
             self._keeper.offer(self._snapshot)
+
+    def check_process(self) -> None:
+        """Refuse a child of the process: others write to the memory that it has of its parent."""
+        if os.getpid() != self.process:
+            raise CenterError(
+                f"This center was made in process {self.process} and is used in its child "
+                f"{os.getpid()}, which has no part in the process group."
+            )
 
     def save_last(self) -> None:
         """Write the last checkpoint, when all have finished."""
@@ -225,6 +200,7 @@ class CollectiveCenter(Center):
             self._keeper.save(self._snapshot)
 
     def _snapshot(self) -> tuple[Bytes, int, list[int]]:
+        self.check_process()
         center = self.layout.allocate()
         with self.turn:
             self.replica.center(center)

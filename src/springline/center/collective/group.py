@@ -11,17 +11,19 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, default_pg_timeout
 
 from springline.center.collective.roll import Roll
 from springline.center.errors import CenterError, RoundTimeoutError
 from springline.center.waiting import WARN_EVERY
 
-_SLICE = timedelta(seconds=1)  # torch's wait hears no signal
+_SLICE = 1.0  # seconds: torch's wait hears no signal
 TELL = 1.0  # seconds of waiting after which a rank says so; less than `GRACE`, see roll.py
 _log = logging.getLogger("springline")
 
@@ -39,6 +41,7 @@ class Group:
     def __init__(self, group: dist.ProcessGroup | Any, timeout: float | None = None) -> None:
         self.rank, self.size = group.rank(), group.size()
         self.timeout = timeout
+        self._slice = timedelta(seconds=_SLICE if timeout is None else min(_SLICE, timeout / 4))
         self.broken = False
         self._rounds = 0
         self._roll: Roll | None = None
@@ -75,7 +78,8 @@ class Group:
     @property
     def divisible(self) -> bool:
         """Whether parts of it can be groups of their own, and memory is what is added up."""
-        return self._roll is not None and self.device.type == "cpu" and self.size > 1
+        gloo = self._roll is not None and dist.get_backend(self._own) == "gloo"
+        return gloo and self.device.type == "cpu" and self.size > 1
 
     @property
     def mates(self) -> list[int]:
@@ -94,17 +98,20 @@ class Group:
             self._near, self._far = self._own, None
         elif len(machines) < self.size:
             speakers = [ranks[0] for ranks in machines]
-            # Torch names a group after how many a process has, too: each rank makes two.
-            near = self._part_of(self.mates)
-            far = self._part_of(speakers if self.speaks else [self.rank])
-            self._near = near if len(self.mates) > 1 else None
-            self._far = far if self.speaks else None
+            self._near = self._part_of(self.mates) if len(self.mates) > 1 else None
+            self._far = self._part_of(speakers) if self.speaks else None
 
-    def _part_of(self, ranks: Sequence[int]) -> Any:
-        """Make a process group of some of our ranks."""
-        world = dist.get_process_group_ranks(self._own)
-        backend = dist.get_backend(self._own)
-        return self._guard("the start", lambda: self._of(backend, [world[r] for r in ranks]))
+    def _part_of(self, ranks: list[int]) -> Any:
+        """Make a process group of some of our ranks.
+
+        It is none that torch knows of: torch names a group after how many a process has, too, and
+        ranks that have made different numbers of them never find each other in the next one.
+        """
+        name = "part-" + "-".join(str(rank) for rank in ranks)
+        store = PrefixStore(name, self._own.get_group_store())
+        seconds = default_pg_timeout if self.timeout is None else timedelta(seconds=self.timeout)
+        given = store, ranks.index(self.rank), len(ranks), seconds
+        return self._guard("the start", lambda: ProcessGroupGloo(*given))
 
     @contextlib.contextmanager
     def round(self) -> Iterator[None]:
@@ -117,19 +124,24 @@ class Group:
             self.broken = True
             raise
 
-    def meet(self) -> None:
-        """Wait for all ranks of this machine."""
-        if self._near is not None:
-            mark = torch.zeros(2 * self.size)  # so many that each rank hears of both its neighbours
-            self._guard(self._point, lambda: [self._near.allreduce([mark])], near=True)
+    def meet(self, done: bool = True) -> bool:
+        """Wait for all ranks of this machine; return whether all of them are done."""
+        self.check()
+        if self._near is None:
+            return done
+        size = 2 * len(self.mates)  # so many that each rank hears of both its neighbours
+        undone = torch.full((size,), float(not done), device="cpu")
+        self._guard(self._point, lambda: [self._near.allreduce([undone])], near=True)
+        return not undone.any()
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by the sum over all machines, with one all-reduce each.
 
-        The speakers do; there is nothing to do for the others, and on a single machine.
+        The speakers do. As it may take longer than a rank waits for another, theirs come to the
+        ranks of their machine now and then, and say that they are not done.
         """
-        if self._far is not None:
-            self._guard(self._point, lambda: [self._far.allreduce([t]) for t in tensors])
+        start = partial(_all_reduce, self._far, tensors)
+        self._guard(self._point, start, meanwhile=lambda: self.meet(done=False))
 
     def broadcast(self, tensor: Tensor) -> None:
         """Replace a tensor by rank 0's."""
@@ -167,7 +179,6 @@ class Group:
         to the next one, and that would find the addresses of the old one in the store.
         """
         self.broken = True
-        self._own = self._near = self._far = None
 
     def check(self) -> None:
         """Refuse a group that can be used no more."""
@@ -177,19 +188,26 @@ class Group:
                 "all of them again."
             )
 
-    def _guard(self, what: str, start: Callable[[], Any], near: bool = False) -> Any:
+    def _guard(
+        self,
+        what: str,
+        start: Callable[[], Any],
+        near: bool = False,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> Any:
         """Start communication and wait for it; no other can follow one that fails.
 
         Args:
             what: is waited for.
             start: returns what to wait for.
             near: whether it is between the ranks of this machine alone.
+            meanwhile: is called now and then.
         """
         self.check()
         try:
             started = start()
             for work in started if isinstance(started, list) else ():
-                self._wait(work, what, near)
+                self._wait(work, what, near, meanwhile)
         except RuntimeError as error:
             self.broken = True
             raise self._failed(what, error, near) from error
@@ -198,7 +216,9 @@ class Group:
             raise
         return started
 
-    def _wait(self, work: Any, what: str, near: bool) -> None:
+    def _wait(
+        self, work: Any, what: str, near: bool, meanwhile: Callable[[], object] | None
+    ) -> None:
         if self.device.type != "cpu":
             work.wait()
             return
@@ -206,6 +226,8 @@ class Group:
         warn_at = since + WARN_EVERY
         try:
             while not self._is_done(work):
+                if meanwhile:
+                    meanwhile()
                 waited = time.monotonic() - since
                 if self._roll and waited > TELL:
                     self._roll.wait_at(self._point)
@@ -220,7 +242,7 @@ class Group:
     def _is_done(self, work: Any) -> bool:
         """Wait for a moment; return whether that was enough."""
         try:
-            work.wait(_SLICE)
+            work.wait(self._slice)
         except RuntimeError:
             if not work.is_completed():
                 return False
@@ -260,3 +282,7 @@ class Group:
         if missing:
             return "missing: " + ", ".join(f"rank {rank}" for rank in missing)
         return "all ranks are there, so that it is the connection between them"
+
+
+def _all_reduce(group: Any, tensors: Sequence[Tensor]) -> list[Any]:
+    return [group.allreduce([tensor]) for tensor in tensors]

@@ -84,6 +84,7 @@ def _tell(group: Group, what: Any) -> list[Any]:
 
 
 def _lend(size: int) -> Lent | None:
+    """Return memory to lend, if others can find it."""
     with contextlib.suppress(OSError):
         return Lent(size) if lent.POSSIBLE else None
     return None

@@ -53,7 +53,6 @@ class CollectiveMember(Member):
         self._seconds = 0.0
         self._turn = threading.RLock()  # a signal handler may come in the middle of an exchange
         self._busy = False
-        self._process = os.getpid()
         self._bound: Local | None = None
         self._blocks: list[list[Block]] = []
 
@@ -89,7 +88,7 @@ class CollectiveMember(Member):
 
         Rank 0 then saves the last checkpoint. A group that has failed is left at once.
         """
-        if self.left or os.getpid() != self._process:
+        if self.left or os.getpid() != self.center.process:
             return
         with self._turn:
             if self._busy:
@@ -117,6 +116,8 @@ class CollectiveMember(Member):
             name = replica.overflown() if any(r.large for r in rows) else None
             counts = count > 0 or not self.rule.synchronous
             center.close_round(rows, changed=counts and name is None)
+        if count and name is None:
+            center.offer_save()
         if name:
             raise NonFiniteError(
                 f"{name!r} would overflow the center, so the round was not taken, on any rank. "
@@ -181,11 +182,7 @@ class CollectiveMember(Member):
             raise CenterError(f"Rank {self.rank} has left the center, and cannot come back.")
         if self._busy:
             raise CenterError(f"Rank {self.rank} is in the middle of an exchange.")
-        if os.getpid() != self._process:
-            raise CenterError(
-                f"This center was made in process {self._process} and is used in its child "
-                f"{os.getpid()}, which has no part in the process group."
-            )
+        self.center.check_process()
         self.center.group.check()  # mates may still read where we would write
 
     def _bind(self, local: Local) -> None:
