@@ -40,7 +40,7 @@ def worker(service, rule, rank, values=VALUES):
     return Worker(values, rule, service.open(), rank, synchronous=False, timeout=30)
 
 
-METHODS = ("exchange", "stream", "contribute", "take", "reduce", "give", "settle", "closed")
+METHODS = ("exchange", "stream", "contribute", "took", "reduce", "mean", "settle", "closed")
 
 
 def trouble(seed, methods=METHODS):
@@ -72,7 +72,7 @@ def quick(monkeypatch):
 @pytest.fixture(params=["by message", "through memory"])
 def way(request, monkeypatch):
     if request.param == "through memory":
-        monkeypatch.setattr("springline.center.served.stream.SMALL", 0)
+        monkeypatch.setattr("springline.center.served.near.SMALL", 0)
 
 
 def test_sums_of_integers_stay_exact(serve, together, way):

@@ -437,7 +437,7 @@ def test_memory_of_somebody_else_is_refused():
         before = open_files()
         with pytest.raises(OSError, match=r"another|gone on|No such"):
             Guest(replace(address, **wrong))
-        assert open_files() == before
+        assert open_files() <= before  # what earlier tests have left may go at any time
     ring.close()
     other.close()
 

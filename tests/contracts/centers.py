@@ -18,7 +18,7 @@ from springline.center import Layout
 from springline.center.center import check_settings
 from springline.center.plan import CLOSED, CONTRIBUTED
 from springline.center.ray import RayCenter
-from springline.center.served import stream
+from springline.center.served import near
 from springline.center.served.center import ServedCenter
 from springline.center.served.peer import Call
 from springline.rules import SGD, Adagrad, Adam, Momentum
@@ -133,10 +133,10 @@ class Near(Served):
 
     def __init__(self, path):
         super().__init__(path)
-        self.small, stream.SMALL = stream.SMALL, 0
+        self.small, near.SMALL = near.SMALL, 0
 
     def end(self):
-        stream.SMALL = self.small
+        near.SMALL = self.small
         super().end()
 
 

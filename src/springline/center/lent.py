@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +53,7 @@ class Lent:
     def __init__(self, size: int) -> None:
         self._network = network()
         self._file = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        self._close = weakref.finalize(self, os.close, self._file)
         try:
             os.truncate(self._file, size + _TOKEN)
             room = mmap.mmap(self._file, size + _TOKEN)
@@ -79,9 +81,7 @@ class Lent:
     def close(self) -> None:
         """Let go of the memory. Nobody finds it any more; who has it keeps it."""
         self.memory = np.zeros(0, np.uint8)
-        file, self._file = self._file, -1
-        if file >= 0:
-            os.close(file)
+        self._close()
 
 
 def borrow(address: Address, populate: bool) -> Bytes:

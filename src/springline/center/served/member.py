@@ -18,6 +18,7 @@ from springline.center.center import Local, Member
 from springline.center.errors import (
     CenterError,
     EndedError,
+    NonFiniteError,
     RankError,
     TakenOverError,
 )
@@ -119,6 +120,8 @@ class ServedMember(Member):
     def _close_streams(self) -> None:
         if self._streams:
             self._streams.close()
+        if self._rounds:
+            self._rounds.forget_rooms()
 
     def check_here(self) -> None:
         """Refuse to exchange when no longer a member."""
@@ -131,10 +134,10 @@ class ServedMember(Member):
     # Asynchronous rules.
 
     def _swap(self, parts: Parts) -> None:
-        streams = self.streams(parts)
+        if self._streams is None:
+            self._streams = Streams(parts.pieces)
+        streams = self._streams
         near = sorted(streams.near)
-        for k in near:
-            parts.check(k)
         peers = self.center.shards
         data = {k: parts.data(k) for k in range(len(peers)) if k not in near}
         head = self.message(parts.local)
@@ -145,10 +148,14 @@ class ServedMember(Member):
             return peers[k].ask("stream", replace(head, had=had), self.rule.keeps_copy, address)
 
         asks = {k: (peers[k], partial(begin, k)) for k in near}
-        refused, far = streams.exchange(asks, parts.fill, parts.adopt_piece, self.patience)
+        refused, far = streams.exchange(asks, parts.fill, parts.adopt_piece, self._patience)
         for k, had in far.items():
-            messages[k] = replace(head, data=parts.data(k), had=had)
-            calls[k] = self.ask(k, "exchange", messages[k])
+            try:
+                messages[k] = replace(head, data=parts.data(k), had=had)
+            except NonFiniteError as error:
+                refused = error
+            else:
+                calls[k] = self.ask(k, "exchange", messages[k])
         for k, call in calls.items():
             reply: Reply = call.result()
             refused = parts.adopt(k, reply, messages[k].had) or refused
@@ -163,12 +170,6 @@ class ServedMember(Member):
                 self.ask(k, "discount", self.rank, head.sender.at, self._row.exchanges).result()
             raise refused
 
-    def streams(self, parts: Parts) -> Streams:
-        """Return the ways to those shards that are on this machine."""
-        if self._streams is None:
-            self._streams = Streams(parts.pieces)
-        return self._streams
-
     def message(self, local: Local) -> Message:
         """Return what is sent to every shard, but for the data."""
         row = self._row = replace(self._row, number=self._row.number + 1)
@@ -180,17 +181,16 @@ class ServedMember(Member):
     # The head.
 
     @property
-    def patience(self) -> float | None:
-        """Seconds without an answer after which a call fails."""
+    def _patience(self) -> float | None:
         return None if self.timeout is None else self.timeout + _RESTART
 
     def ask(self, shard: int, method: str, *arguments: Any) -> Call:
         """Begin to call a shard."""
-        return Call(self.center.shards[shard], method, *arguments, timeout=self.patience)
+        return Call(self.center.shards[shard], method, *arguments, timeout=self._patience)
 
     def ask_head(self, method: str, *arguments: Any) -> Any:
         """Call the head."""
-        return Call(self.center.head, method, *arguments, timeout=self.patience).result()
+        return Call(self.center.head, method, *arguments, timeout=self._patience).result()
 
     def ask_as_member(self, method: str, *arguments: Any) -> Any:
         """Call the head as a member; join anew if it has forgotten us."""
@@ -198,7 +198,7 @@ class ServedMember(Member):
         try:
             return self.ask_head(method, self.rank, self._incarnation, *arguments)
         except NotAMemberError:
-            self._join_anew(self.patience)
+            self._join_anew(self._patience)
             return self.ask_head(method, self.rank, self._incarnation, *arguments)
 
     def _join_anew(self, patience: float | None) -> None:

@@ -137,11 +137,6 @@ class Merger:
         np.copyto(slot[: place.stop - place.start], self._center[place])
         return len(self._pieces[piece].runs)
 
-    def keep(self, piece: int, slot: Bytes, out: Bytes) -> None:
-        """Copy a piece out of a slot to its place in a buffer like the center's."""
-        place = self._pieces[piece].place
-        np.copyto(out[place], slot[: place.stop - place.start])
-
     def merge_round(self, messages: Sequence[Bytes], piece: int) -> None:
         """Bring a piece of a round's messages into the center."""
         part, blocks, _ = self._of(0)

@@ -1,22 +1,38 @@
-"""A shard with which workers of its own machine exchange through memory that they lend.
+"""A shard with which workers of its own machine exchange through memory.
 
-A piece at a time is applied and answered, each once, however often it comes. Pieces of several
-workers come as they come, and none waits for a worker who has stopped.
+Without rounds that is memory that the workers lend: a piece at a time is applied and answered, each
+once, however often it comes. Pieces of several workers come as they come, and none waits for a
+worker who has stopped. For rounds the shard lends: rooms for what is contributed, and the center.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
+from springline.center import lent
+from springline.center.layout import Bytes
+from springline.center.lent import Lent
 from springline.center.served.messages import Message, Sender
 from springline.center.served.near import AGAIN, REFUSED, Address, Guest, LeftError
+from springline.center.served.rooms import Offer, size_with_marks, split
 from springline.center.served.shard import Shard
 
 
 class NearShard(Shard):
-    """A shard with which workers of its own machine exchange through memory."""
+    """A shard with which workers of its own machine exchange through memory.
+
+    Args:
+        arguments: as of any shard.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        self._lent: Lent | None = None  # the center, for rounds
+        self._rooms: dict[int, Lent] = {}  # by rank
+        super().__init__(*arguments)
 
     def stream(self, message: Message, before: bool, address: Address) -> bool:
         """Apply a worker's exchange, once, as its pieces come.
@@ -31,32 +47,77 @@ class NearShard(Shard):
         """
         return self._visit(message.sender, address, partial(self._stream, message, before))
 
-    def take(self, message: Message, number: int, address: Address) -> bool:
-        """Take a worker's message for a round as its pieces come; the same as `contribute`.
-
-        Returns:
-            Whether the memory can be reached from here.
-        """
-        return self._visit(message.sender, address, partial(self._take, message, number))
-
-    def give(
-        self, number: int, contributors: Sequence[int], sender: Sender, had: int, address: Address
-    ) -> bool:
-        """Reduce a round, as far as that is not done, and give its mean; the same as `reduce`.
+    def lend(self, sender: Sender, network: int) -> Offer | None:
+        """Return a new room for what a worker contributes to rounds, and where the mean is.
 
         Args:
-            number: of the round.
-            contributors: whose messages it is the mean of.
-            sender: who asks.
-            had: how many pieces it has.
-            address: of the memory into which the mean goes, whenever a slot is free.
+            sender: who asks; the room that it had is not used any more.
+            network: in which it is.
 
         Returns:
-            Whether that is possible: the memory can be reached from here, all messages are here,
-            and it is still the last round.
+            None if it is elsewhere, or there is no memory.
         """
-        give = partial(self._give, number, contributors, sender, had)
-        return self._visit(sender, address, give)
+        self._check(sender)
+        if self._lent is None or network != lent.network():
+            return None
+        room = _lend(len(self._center))
+        if room is None:
+            return None
+        with self._table:
+            before, self._rooms[sender.rank] = self._rooms.get(sender.rank), room
+        if before:
+            before.close()  # a round that still reads it has it
+        return Offer(room.address, self._lent.address)
+
+    def took(self, message: Message, number: int, token: str) -> bool:
+        """Take what a worker has written into its room for a round; the same as `contribute`.
+
+        Args:
+            message: all but its data.
+            number: of the round.
+            token: of the room.
+
+        Returns:
+            Whether the room is of this shard.
+        """
+        self._check(message.sender)
+        with self._table:
+            room = self._rooms.get(message.sender.rank)
+            if room is None or room.address.token != token:
+                return False
+            self._slots.take(replace(message, data=room.memory), number)
+        return True
+
+    def mean(
+        self, number: int, contributors: Sequence[int], sender: Sender
+    ) -> tuple[str, int] | list[int]:
+        """Reduce a round, unless that is done; the same as `reduce`.
+
+        Returns:
+            The token of the memory in which the mean is, and the round it is of; or the ranks whose
+            messages are not here.
+        """
+        self._check(sender)
+        with self._turn:
+            missing = self._reduce(number, contributors)
+            if missing:
+                return missing
+            self._note(sender)
+            token = self._lent.address.token if self._lent else ""
+            return token, self._slots.reduced
+
+    def _mark(self, number: int, pieces: int) -> None:
+        if self._lent:
+            _, marks = split(self._lent.memory)
+            marks[1] = 0  # of which round is not clear for a moment
+            marks[0] = number
+            marks[1] = pieces
+
+    def _allocate(self, size: int) -> Bytes:
+        """Have the center in memory that can be lent, where workers adopt it as it is."""
+        if self._rule.synchronous:
+            self._lent = _lend(size_with_marks(size))
+        return self._lent.memory[:size] if self._lent else super()._allocate(size)
 
     def _visit(self, sender: Sender, address: Address, do: Callable[[Guest], bool]) -> bool:
         """Do something in a worker's memory, until it leaves; False if that is not possible."""
@@ -70,39 +131,6 @@ class NearShard(Shard):
                 return do(guest)
         except LeftError:
             return True
-
-    def _take(self, message: Message, number: int, guest: Guest) -> bool:
-        with self._table:
-            room = self._slots.room(len(self._center))
-        kept, last = False, self._merger.pieces - 1
-        try:
-            for piece in range(last + 1):
-                guest.wait(lambda: self._book.check_latest(message.sender))
-                self._merger.keep(piece, guest.slots[piece % len(guest.slots)], room)
-                if piece == last:  # it counts before the worker knows that it does
-                    with self._table:
-                        kept = True
-                        self._slots.take(replace(message, data=room), number)
-                guest.say(0)
-        finally:
-            if not kept:
-                with self._table:
-                    self._slots.free(room)
-        return True
-
-    def _give(
-        self, number: int, contributors: Sequence[int], sender: Sender, had: int, guest: Guest
-    ) -> bool:
-        for piece in range(had, self._merger.pieces):
-            guest.wait(lambda: self._book.check_latest(sender))
-            with self._turn:
-                if self._slots.latest > number or self._merge(number, contributors, piece + 1):
-                    return False
-                shown = self._merger.show(piece, guest.slots[piece % len(guest.slots)])
-                if piece + 1 == self._merger.pieces:
-                    self._note(sender)
-            guest.say(shown)
-        return True
 
     def _stream(self, message: Message, before: bool, guest: Guest) -> bool:
         sender, count = message.sender, self._merger.pieces
@@ -125,3 +153,13 @@ class NearShard(Shard):
             if not whole:
                 break
         return True
+
+
+def _lend(size: int) -> Lent | None:
+    """Return memory that can be lent, if there is some."""
+    with contextlib.suppress(OSError):
+        if lent.POSSIBLE:
+            found = Lent(size)
+            found.reserve(size)
+            return found
+    return None

@@ -14,7 +14,9 @@ from springline.center.layout import Bytes, Run
 from springline.center.plan import Plan
 from springline.center.served.messages import Reply, span
 from springline.center.served.near import AGAIN, REFUSED, Piece, first_block, pieces
-from springline.rules.rule import CenterBlock, Rule, is_finite
+from springline.rules.rule import CenterBlock, Rule
+
+_ALL = slice(None)
 
 
 class Parts:
@@ -46,6 +48,7 @@ class Parts:
             self._parts.append(part)
             self._blocks.append([block for shard in bound for block in shard])
         self.pieces = [pieces([block.run for block in blocks]) for blocks in self._blocks]
+        self.sizes = [here.stop - here.start for here in self._places]
         self._outgoing: Bytes | None = None  # for messages that are not `x` itself
 
     def data(self, shard: int) -> Bytes:
@@ -63,23 +66,17 @@ class Parts:
             return self.local.x[here]
         if self._outgoing is None:
             self._outgoing = self._layout.allocate()
-        for block in blocks:
-            self._write(block, self._parts[shard].view(block.run, self._outgoing[here]))
+        self.write(shard, self._outgoing[here])
         return self._outgoing[here]
 
-    def check(self, shard: int) -> None:
-        """Look through what is going to be sent to a shard, where the shard does not do it.
+    def write(self, shard: int, out: Bytes) -> None:
+        """Write what is sent to a shard into memory like it.
 
         Raises:
             NonFiniteError: it is not finite.
         """
         for block in self._blocks[shard]:
-            if block.rule.reads_center or not self._has_gradient(block):
-                continue
-            if not block.rule.accumulates:
-                self._message(block)
-            elif not is_finite(block.local.a):
-                raise non_finite(self._layout, block.run, block.local.a, self._rank)
+            self._write(block, self._parts[shard].view(block.run, out))
 
     def fill(self, shard: int, piece: Piece, slot: Bytes) -> None:
         """Write a piece of what is sent into a slot.
@@ -136,9 +133,10 @@ class Parts:
                 block.rule.adopt(block.local, c, c)  # what it adopts: its message, or the center
         return None
 
-    def adopt_mean(self, shard: int, mean: Bytes) -> None:
-        """Adopt a round's mean."""
-        for block in self._blocks[shard]:
+    def adopt_mean(self, shard: int, mean: Bytes, pieces: slice = _ALL) -> None:
+        """Adopt a round's mean, or some pieces of it."""
+        some = self.pieces[shard][pieces]
+        for block in (block for piece in some for block in self._blocks[shard][piece.blocks]):
             c = self._parts[shard].view(block.run, mean)
             block.rule.adopt(block.local, block.local.x, c)
 

@@ -11,15 +11,14 @@ from __future__ import annotations
 import contextlib
 import time
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from springline.center.errors import CenterError
 from springline.center.served.head import BEAT
 from springline.center.served.messages import Message, Reply
-from springline.center.served.near import Address
 from springline.center.served.parts import Parts
-from springline.center.served.peer import Pending
+from springline.center.served.peer import Call
+from springline.center.served.rooms import Rooms
 
 _RESENT = 10.0  # seconds that others have to send again what a restarted shard has lost
 
@@ -33,6 +32,12 @@ class Rounds:
     def __init__(self, member: ServedMember) -> None:
         self._member = member
         self._contributors: list[int] = []  # of the last round
+        self._rooms: Rooms | None = None
+
+    def forget_rooms(self) -> None:
+        """Use no memory again that a round may still read."""
+        if self._rooms:
+            self._rooms.forget()
 
     def exchange(self, parts: Parts) -> None:
         """Take part in one round."""
@@ -44,11 +49,15 @@ class Rounds:
                 message = self._contribute(parts, number)
                 # It may have been closed without us meanwhile; then we are in the next.
                 done = self._settle(number, contributed=True)
+                if not done:
+                    self.forget_rooms()
             done = False
             self._member.wait(lambda seconds: self._closed(number, seconds), f"round {number}")
             self._reduce(parts, message, number)
             done = True
         finally:
+            if not done:
+                self.forget_rooms()
             if number and not done and not self._member.left:
                 with contextlib.suppress(CenterError):
                     self._settle(number, contributed=False)
@@ -69,24 +78,19 @@ class Rounds:
 
     def _contribute(self, parts: Parts, number: int) -> Message:
         """Send our message to every shard; return it, but for its data."""
-        member, streams = self._member, self._member.streams(parts)
-        peers, near = member.center.shards, streams.near
-        data = {k: parts.data(k) for k in range(len(peers)) if k not in near}
-        head = member.message(parts.local)
-        calls = [
-            member.ask(k, "contribute", replace(head, data=part), number)
-            for k, part in data.items()
-        ]
+        member = self._member
+        if self._rooms is None:
+            self._rooms = Rooms(member, parts.sizes)
+        head, near = member.message(parts.local), set(self._rooms.near)
+        far = set(range(len(parts.sizes))) - near
 
-        def begin(k: int, had: int, address: Address) -> Pending:
-            return peers[k].ask("take", head, number, address)
+        def send(shards: set[int]) -> list[Call]:
+            messages = {k: replace(head, data=parts.data(k)) for k in shards}
+            return [member.ask(k, "contribute", message, number) for k, message in messages.items()]
 
-        asks = {k: (peers[k], partial(begin, k)) for k in near}
-        _, far = streams.exchange(asks, parts.fill, _nothing, member.patience, whole=True)
-        for k in far:
-            message = replace(head, data=parts.data(k))
-            calls.append(member.ask(k, "contribute", message, number))
-        for call in calls:
+        calls = send(far)
+        self._rooms.contribute(parts, head, number)
+        for call in [*calls, *send(near - self._rooms.near)]:
             call.result()
         return head
 
@@ -104,32 +108,32 @@ class Rounds:
 
     def _reduce(self, parts: Parts, message: Message, number: int) -> None:
         """Take a round's mean from every shard."""
-        member, streams = self._member, self._member.streams(parts)
-        peers, near = member.center.shards, streams.near
+        member, rooms = self._member, self._rooms
+        assert rooms is not None  # noqa: S101 - we have contributed
         asked = number, self._contributors, message.sender
-        calls = {k: member.ask(k, "reduce", *asked) for k in range(len(peers)) if k not in near}
-
-        def begin(k: int, had: int, address: Address) -> Pending:
-            return peers[k].ask("give", *asked, had, address)
-
-        asks = {k: (peers[k], partial(begin, k)) for k in near}
-        _, far = streams.exchange(asks, _nothing, parts.adopt_piece, member.patience)
-        calls |= {k: member.ask(k, "reduce", *asked) for k in far}
+        calls = {
+            k: member.ask(k, "mean" if k in rooms.near else "reduce", *asked)
+            for k in range(len(parts.sizes))
+        }
+        rooms.follow(parts, {k: call for k, call in calls.items() if k in rooms.near}, number)
         for k, call in calls.items():
             answer = call.result()
+            if isinstance(answer, tuple):
+                if rooms.adopt(parts, k, number, *answer):
+                    continue
+                answer = member.ask(k, "reduce", *asked).result()
             if isinstance(answer, list):
-                sent = replace(message, data=parts.data(k), had=far.get(k, 0))
-                answer = self._reduce_again(k, sent, number)
+                sent = rooms.contributed(k) if k in rooms.near else parts.data(k)
+                answer = self._reduce_again(k, replace(message, data=sent), number)
             parts.adopt_mean(k, answer.data)
-            if call.was_lost or k in far:
-                streams.look_again(k)
+            if call.was_lost:
+                rooms.look_again(k)
 
     def _reduce_again(self, k: int, message: Message, number: int) -> Reply:
         """Take the mean from a shard that was started again: what it had been sent is gone.
 
-        We send our message again, and so do those who wait as we do; what we had of the mean, the
-        shard takes for the mean. The others have gone on with the mean that it gave them, and are
-        left out of this one.
+        We send our message again, and so do those who wait as we do. The others have gone on with
+        the mean that it gave them, and are left out of this one.
         """
         asked = self._contributors
         waited = time.monotonic()
@@ -142,7 +146,3 @@ class Rounds:
             if time.monotonic() - waited > _RESENT:
                 asked = [rank for rank in asked if rank not in answer or rank == self._member.rank]
             time.sleep(BEAT)
-
-
-def _nothing(*_: object) -> None:
-    """The other side alone has to do something with a slot."""

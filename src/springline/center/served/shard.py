@@ -4,7 +4,7 @@ A shard remembers of every rank which exchange it has applied last. A repeat of 
 not applied: with the center as it is now, which is what most rules adopt; where the worker adopts
 its message, with `c` as it was before, which is kept until the worker says that it has it (and of
 at most a few workers: the others' repeats get the center as it is now). No copy of the model per
-worker, but for what those of its own machine contribute to rounds: it has room for that.
+worker, but for what each contributes to a round.
 
 Checkpoints are written by a thread of their own. A shard that is started again goes on from the
 last one: what it had applied since then is lost, and what workers repeat is applied again.
@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,13 +30,6 @@ from springline.center.served.replies import Replies
 from springline.center.served.slots import Slots
 from springline.center.served.storage import Saved
 from springline.rules.rule import Rule
-
-
-@dataclass
-class _Round:
-    number: int
-    messages: list[Message]
-    pieces: int = 0  # that are in the center
 
 
 class Shard:
@@ -66,7 +58,7 @@ class Shard:
         self.name = f"shard-{number}"
         runs = cut(self._plan, count)[number]
         self._start, self._stop = span(runs)
-        self._center = aligned_zeros(self._stop - self._start)
+        self._center = self._allocate(self._stop - self._start)
         entries = self._plan.state_within(self._start, self._stop)
         self._state = aligned_zeros(nbytes_of(entries))
         state = arrays_of(entries, self._state)
@@ -75,7 +67,6 @@ class Shard:
         self._book = Book()
         self._replies = Replies()
         self._slots = Slots()
-        self._round: _Round | None = None  # that is being reduced
         self._mean: Reply | None = None  # of the last round that was reduced here
         self._turn = threading.Lock()  # of an exchange, if the center has locks
         self._table = threading.Lock()  # of the slots
@@ -146,7 +137,7 @@ class Shard:
         """
         self._check(sender)
         with self._turn:
-            missing = self._merge(number, contributors, self._merger.pieces)
+            missing = self._reduce(number, contributors)
             if missing:
                 return missing
             self._note(sender)
@@ -187,37 +178,35 @@ class Shard:
         Without locks an exchange that is under way may be in the center and not in the rows.
         """
         with self._turn:
-            self._end_round()
             here = {"span": [self._start, self._stop], "round": self._slots.reduced}
             header = here | self._book.to_json()
             return header, {"center": self._center.copy(), "state": self._state.copy()}
 
-    def _merge(self, number: int, contributors: Sequence[int], pieces: int) -> list[int]:
-        """Reduce a round up to a piece, as far as that is not done; return whose are missing."""
-        if self._slots.latest > number:
-            self._end_round()
+    def _reduce(self, number: int, contributors: Sequence[int]) -> list[int]:
+        """Reduce a round, unless that is done; return whose messages are not here."""
         if self._slots.reduced >= number:
             return []
-        if self._round is None or self._round.number != number:
-            with self._table:
-                messages = self._slots.begin(number, contributors)
-            if isinstance(messages, list):
-                return messages
-            self._round = _Round(number, list(messages.values()))
-        self._go_on(self._round, pieces)
+        with self._table:
+            messages = self._slots.of_round(number, contributors)
+        if isinstance(messages, list):
+            return messages
+        data = [message.data for message in messages.values()]
+        for piece in range(self._merger.pieces):
+            self._mark(number, piece)
+            if data:  # else all that was sent is gone; the center stays as it is
+                self._merger.merge_round(data, piece)
+        self._mark(number, self._merger.pieces)
+        with self._table:
+            self._slots.forget(number)
+        self._mean = None
         return []
 
-    def _go_on(self, round_: _Round, pieces: int) -> None:
-        while round_.pieces < pieces:
-            # What a worker had been given before this shard was started again is the mean.
-            given = [m for m in round_.messages if m.had > round_.pieces][:1]
-            if messages := given or round_.messages:  # else all is gone; the center stays
-                self._merger.merge_round([m.data for m in messages], round_.pieces)
-            round_.pieces += 1
-        if round_.pieces == self._merger.pieces:
-            with self._table:
-                self._slots.forget(round_.number)
-            self._round = self._mean = None
+    def _mark(self, number: int, pieces: int) -> None:
+        """Note how much of the center is a round's mean, for those who look at it meanwhile."""
+
+    def _allocate(self, size: int) -> Bytes:
+        """Return memory for the center."""
+        return aligned_zeros(size)
 
     def _repeat(self, sender: Sender) -> Reply | None:
         """Return the answer to an exchange that was applied already."""
@@ -271,15 +260,9 @@ class Shard:
     def _locked(self) -> Iterator[None]:
         if self._plan.use_locking or self._rule.synchronous:
             with self._turn:
-                self._end_round()
                 yield
         else:
             yield
-
-    def _end_round(self) -> None:
-        """Let the center be of one round, where one is reduced as its pieces are asked for."""
-        if self._round:
-            self._go_on(self._round, self._merger.pieces)
 
     def _restore(self, checkpoints: Checkpoints) -> None:
         """Go on from the last checkpoint; what is wrong with it is said to whoever asks."""

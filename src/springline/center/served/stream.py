@@ -18,11 +18,11 @@ from typing import Any
 
 from springline.center.errors import NonFiniteError
 from springline.center.layout import Bytes
+from springline.center.served import near
 from springline.center.served.near import (
     AGAIN,
     LARGEST,
     POSSIBLE,
-    SLOT,
     SLOTS,
     Address,
     Piece,
@@ -37,7 +37,6 @@ Fill = Callable[[int, Piece, Bytes], None]  # fills a slot: the shard, the piece
 # Adopts a piece: the shard, the piece, the slot, the answer. Returns what is wrong, if a block was
 # refused.
 Adopt = Callable[[int, Piece, Bytes, int], NonFiniteError | None]
-SMALL = SLOT * SLOTS  # bytes of a part that is sent as a message, wherever the shard is
 _LOOK = 0.2  # seconds without a word from any shard after which we look whether they are there
 _log = logging.getLogger("springline")
 
@@ -52,7 +51,7 @@ class Streams:
     def __init__(self, pieces: Sequence[Sequence[Piece]]) -> None:
         self._pieces = pieces
         self._slots = [slot_for(shard) for shard in pieces]
-        large = [k for k, shard in enumerate(pieces) if shard[-1].place.stop > SMALL]
+        large = [k for k, shard in enumerate(pieces) if shard[-1].place.stop > near.SMALL]
         self._fits = {k for k in large if POSSIBLE and self._slots[k] <= LARGEST}
         self.near = set(self._fits)  # which may be here
         self._rings: dict[int, Ring] = {}
@@ -67,7 +66,6 @@ class Streams:
         fill: Fill,
         adopt: Adopt,
         timeout: float | None,
-        whole: bool = False,
     ) -> tuple[NonFiniteError | None, dict[int, int]]:
         """Exchange with these shards.
 
@@ -76,11 +74,11 @@ class Streams:
             fill: fills a slot with a piece.
             adopt: what is done with an answer.
             timeout: as of any call.
-            whole: begin anew if a call is lost, as the shard needs all pieces at once.
 
         Returns:
-            The error if a block was refused; and of those shards that are not here, or cannot be
-            reached like this, how many pieces were exchanged before.
+            The error if a block was not finite, and ended the exchange with its shard; and of those
+            shards that are not here, or cannot be reached like this, how many pieces were exchanged
+            before.
         """
         streams: dict[int, Stream] = {}
         try:
@@ -88,7 +86,7 @@ class Streams:
                 ring = self._rings.pop(k, None)  # put back when nothing is under way any more
                 make = partial(Ring, self._slots[k])
                 own = ring, make, self._pieces[k], partial(fill, k), partial(adopt, k)
-                streams[k] = Stream(peer, ask, *own, timeout, whole)
+                streams[k] = Stream(peer, ask, *own, timeout)
             _finish(list(streams.values()))
             far = {k: stream.adopted for k, stream in streams.items() if stream.far}
             self.near -= set(far)
@@ -97,8 +95,8 @@ class Streams:
         finally:
             for stream in streams.values():
                 stream.close()
-        refused = [stream.refused for stream in streams.values() if stream.refused]
-        return refused[-1] if refused else None, far
+        problems = [stream.problem for stream in streams.values() if stream.problem]
+        return problems[-1] if problems else None, far
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -121,7 +119,6 @@ class Stream(Call):
         fill: fills a slot with a piece.
         adopt: what is done with an answer: piece, slot and answer.
         timeout: as of any call.
-        whole: begin anew if the call is lost.
     """
 
     def __init__(
@@ -134,7 +131,6 @@ class Stream(Call):
         fill: Callable[[Piece, Bytes], None],
         adopt: Callable[[Piece, Bytes, int], NonFiniteError | None],
         timeout: float | None,
-        whole: bool,
     ) -> None:
         self._begin = ask
         self._ring = ring
@@ -142,17 +138,23 @@ class Stream(Call):
         self._pieces = pieces
         self._fill = fill
         self._adopt = adopt
-        self._whole = whole
         self._filled = self.adopted = 0
         self._forgotten = False
         self.far = False
-        self.refused: NonFiniteError | None = None
+        self.refused: NonFiniteError | None = None  # by the shard
+        self._unfit: NonFiniteError | None = None  # to be sent: the piece after the last
         super().__init__(peer, "stream", timeout=timeout)
 
     @property
     def done(self) -> bool:
         """Whether nothing is under way any more."""
-        return self.far or self.refused is not None or self.adopted == len(self._pieces)
+        end = self._filled if self._unfit else len(self._pieces)
+        return self.far or self.refused is not None or self.adopted == end
+
+    @property
+    def problem(self) -> NonFiniteError | None:
+        """What was not finite, if a block was not exchanged for that."""
+        return self.refused or self._unfit
 
     @property
     def ring(self) -> Ring:
@@ -163,8 +165,13 @@ class Stream(Call):
 
     def fill(self) -> None:
         """Fill a slot, if one is free."""
-        if not self.far and self._filled < min(len(self._pieces), self.adopted + SLOTS):
-            self._fill(self._pieces[self._filled], self.ring.slots[self._filled % SLOTS])
+        room = self._filled < min(len(self._pieces), self.adopted + SLOTS)
+        if room and not self.far and not self._unfit:
+            try:
+                self._fill(self._pieces[self._filled], self.ring.slots[self._filled % SLOTS])
+            except NonFiniteError as error:
+                self._unfit = error
+                return
             self._filled += 1
             self.ring.say()
 
@@ -216,9 +223,7 @@ class Stream(Call):
         except OSError:  # no more files, for instance
             self.far = True
             return _Answered(False)
-        if self._whole:
-            self.adopted = 0
-        self._filled = self.adopted
+        self._filled, self._unfit = self.adopted, None
         try:
             return self._begin(self.adopted, address)
         except BaseException:

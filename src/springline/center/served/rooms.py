@@ -1,0 +1,167 @@
+"""Rounds with the shards of this machine: through memory that they lend.
+
+A worker writes what it contributes into a room of its own at the shard, and reads the mean where
+the shard has it. So an exchange copies `x` there and the mean back, and the shard copies nothing.
+A room that may still be read by a round that we have given up is not used again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from springline.center import lent
+from springline.center.layout import ALIGNMENT, Bytes
+from springline.center.lent import Address, borrow
+from springline.center.served import near
+from springline.center.served.messages import Message, Sender
+from springline.center.served.parts import Parts
+from springline.center.served.peer import Call
+
+if TYPE_CHECKING:
+    from springline.center.served.member import ServedMember
+
+_ORDERED = platform.machine() in ("x86_64", "AMD64")  # what is written first is seen first
+_PAUSE = 2e-4  # seconds between two looks for the next piece
+_LOOK = 0.2  # seconds without one after which we look what became of the call
+MARKS = 16  # bytes behind a center that is lent: the last round it is of, and the pieces of it
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a shard lends to a worker.
+
+    Args:
+        room: for what it contributes.
+        center: with the marks behind it.
+    """
+
+    room: Address
+    center: Address
+
+
+class _Room:
+    """A shard's offer, at hand."""
+
+    def __init__(self, offer: Offer) -> None:
+        self.offer = offer
+        self.mine = borrow(offer.room, populate=True)
+        memory = borrow(offer.center, populate=True)
+        self.center, self.marks = split(memory)
+
+
+class Rooms:
+    """The rooms of one worker.
+
+    Args:
+        member: the worker's place.
+        sizes: of each shard, in bytes.
+    """
+
+    def __init__(self, member: ServedMember, sizes: list[int]) -> None:
+        self._member = member
+        large = {k for k, size in enumerate(sizes) if size > near.SMALL}
+        self._fits = large if lent.POSSIBLE else set()
+        self.near = set(self._fits)  # which may be here
+        self._rooms: dict[int, _Room] = {}
+        self._adopted: dict[int, int] = {}  # pieces of the last mean
+
+    def look_again(self, shard: int) -> None:
+        """Take it that a shard that was started again may be here now."""
+        self._rooms.pop(shard, None)
+        self.near |= self._fits & {shard}
+
+    def forget(self) -> None:
+        """Use these rooms no more: somebody may still read them."""
+        self._rooms.clear()
+
+    def contribute(self, parts: Parts, message: Message, number: int) -> None:
+        """Write what is sent, and say so to those shards that are here.
+
+        Raises:
+            NonFiniteError: it is not finite.
+        """
+        waiting = set(self.near)
+        while waiting:  # again if a shard was started again meanwhile
+            self._enter(waiting - self._rooms.keys(), message.sender)
+            waiting &= self.near
+            for k in waiting:
+                parts.write(k, self._rooms[k].mine)
+            calls = {
+                k: self._member.ask(k, "took", message, number, self._rooms[k].offer.room.token)
+                for k in waiting
+            }
+            waiting = {k for k, call in calls.items() if not call.result()}
+            for k in waiting:
+                self._rooms.pop(k)
+
+    def contributed(self, shard: int) -> Bytes:
+        """Return what was written for a shard."""
+        return self._rooms[shard].mine
+
+    def follow(self, parts: Parts, calls: Mapping[int, Call], number: int) -> None:
+        """Adopt pieces of a round's mean while shards make the others, until their calls end."""
+        pieces = {k: len(parts.pieces[k]) for k in calls if k in self._rooms and _ORDERED}
+        self._adopted = dict.fromkeys(pieces, 0)
+        looked = time.monotonic()
+        while pieces:
+            before = sum(self._adopted.values())
+            for k, room in ((k, self._rooms[k]) for k in pieces):
+                which, made = room.marks.tolist()
+                if which == number and made > self._adopted[k]:
+                    parts.adopt_mean(k, room.center, slice(self._adopted[k], made))
+                    self._adopted[k] = made
+            pieces = {k: n for k, n in pieces.items() if self._adopted[k] < n}
+            if sum(self._adopted.values()) > before:
+                looked = time.monotonic()
+            elif time.monotonic() - looked > _LOOK:
+                pieces = {k: n for k, n in pieces.items() if not calls[k].look(0)}
+                looked = time.monotonic()
+            else:
+                time.sleep(_PAUSE)
+
+    def adopt(self, parts: Parts, shard: int, number: int, token: str, last: int) -> bool:
+        """Adopt what is left of the mean of a round; whether it was there, and whole.
+
+        Args:
+            parts: of the worker.
+            shard: whose.
+            number: of the round.
+            token: of the memory in which the mean is.
+            last: the round that it is of now.
+        """
+        room = self._rooms[shard]
+        if room.offer.center.token != token:
+            return False
+        done = self._adopted.get(shard, 0) if last == number else 0
+        parts.adopt_mean(shard, room.center, slice(done, None))
+        return bool(room.marks[0] == last)
+
+    def _enter(self, shards: set[int], sender: Sender) -> None:
+        """Ask shards for rooms; those that are elsewhere are not near any more."""
+        with contextlib.suppress(OSError):
+            where = lent.network()
+            calls = {k: self._member.ask(k, "lend", sender, where) for k in shards}
+            for k, call in calls.items():
+                offer: Offer | None = call.result()
+                if offer:
+                    with contextlib.suppress(OSError):
+                        self._rooms[k] = _Room(offer)
+        self.near -= shards - self._rooms.keys()
+
+
+def split(memory: Bytes) -> tuple[Bytes, NDArray[Any]]:
+    """Return the center and the marks in memory that is lent."""
+    return memory[:-MARKS], memory[-MARKS:].view(np.int64)
+
+
+def size_with_marks(size: int) -> int:
+    """Return how much memory to lend for a center and its marks."""
+    return -(-size // ALIGNMENT) * ALIGNMENT + MARKS
