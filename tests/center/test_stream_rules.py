@@ -164,7 +164,7 @@ def test_what_is_not_finite_is_not_merged(serve, name, background):
     service = serve(rule)
     workers = one, *others = [worker(service, rule, rank) for rank in range(WORKERS)]
     for each in workers:
-        each.parameters["w"][:] = 1
+        each.parameters["w"][:] = 1 if rule.synchronous else 3
         if rule.accumulates:
             each.observe({"w": np.full(SIZE, -2, np.float32)})
     (one.local.a if rule.accumulates else one.local.x).view(np.float32)[SIZE // 2] = np.nan
@@ -176,6 +176,8 @@ def test_what_is_not_finite_is_not_merged(serve, name, background):
     c = one.center.values()["w"]
     np.testing.assert_array_equal(c[SIZE // 2 :], 1 if rule.synchronous else 0)
     np.testing.assert_array_equal(c[: SIZE // 4], 0 if name == "whole" else 1)
+    if name == "sgd":  # all that was merged was adopted
+        np.testing.assert_array_equal(one.parameters["w"], np.where(c == 1, 1, 3))
     assert one.center.version == int(rule.synchronous)
     one.take_center()
     if not rule.synchronous:
@@ -190,10 +192,12 @@ def test_what_is_not_finite_is_not_sent_as_a_message_either(serve, monkeypatch):
     service = serve(rule)
     monkeypatch.setattr(service.shards[0].target, "_visit", lambda *_: False)
     one = worker(service, rule)
-    one.observe({"w": np.full(SIZE, np.nan, np.float32), "b": np.float32(1)})
+    gradient = np.ones(SIZE, np.float32)
+    gradient[-1] = np.nan  # more pieces come before than there are slots
+    one.observe({"w": gradient, "b": np.float32(1)})
     with pytest.raises(NonFiniteError, match="'w' of rank 0 has NaN or Inf"):
         one.exchange()
-    assert one.center.version == 0
+    assert [peer.target.rows()[0][0].exchanges for peer in service.shards] == [0, 0]
     np.testing.assert_array_equal(one.center.values()["w"], 0)
 
 
@@ -250,7 +254,7 @@ def test_nobody_adopts_pieces_of_two_rounds(serve, monkeypatch):
 
 
 def test_a_room_that_may_still_be_read_is_not_used_again(serve):
-    """Our round is given up; others may close it with what we have contributed."""
+    """A round is given up; should others close it all the same, it is with what was there."""
     rule = ModelAverage(workers=2, period=1)
     service = serve(rule, {"w": VALUES["w"]}, shards=1)
     shard = service.shards[0].target
@@ -262,9 +266,9 @@ def test_a_room_that_may_still_be_read_is_not_used_again(serve):
     with pytest.raises(RoundTimeoutError):
         one.exchange()
     (kept,) = shard._slots._messages[1].values()
+    one.member._rounds._contribute(Parts(one.center.plan, one.center.parts, rule, 0, one.local), 2)
     one.parameters["w"][:] = 100
-    with pytest.raises(RoundTimeoutError):
-        one.exchange()
+    one.member._rounds._contribute(Parts(one.center.plan, one.center.parts, rule, 0, one.local), 3)
     np.testing.assert_array_equal(kept.data.view(np.float32), 1)
     assert len(shard._rooms) == 1
     one.member.leave()
@@ -318,6 +322,9 @@ def test_a_shard_is_started_again_in_the_middle_of_a_mean(serve, tmp_path, monke
     rule = RULES["average"]
     service = serve(rule, storage=str(tmp_path / "store"))
     workers = [worker(service, rule, rank) for rank in range(WORKERS)]
+    together(*[one.exchange for one in workers])
+    rooms = workers[0].member._rounds._rooms
+    monkeypatch.setattr(rooms, "follow", lambda parts, calls, _: dict.fromkeys(calls, 0))
     has_died = restarts(service, monkeypatch, "merge_round", 2)
     for one in workers:
         one.parameters["w"][:] = np.arange(SIZE) + one.rank
@@ -393,6 +400,19 @@ def test_a_worker_is_killed_while_it_contributes(serve):
     assert not shard.took(message(0, 2, 0), 4, offer.room.token)
     assert not shard._rooms[0].memory.any()
     assert len(shard._rooms) == 2
+
+
+def test_the_memory_of_a_shard_that_has_died_is_not_adopted(serve):
+    rule = ModelAverage(workers=1, period=1)
+    service = serve(rule, {"w": VALUES["w"]}, shards=1)
+    one = worker(service, rule, 0, {"w": VALUES["w"]})
+    one.exchange()
+    token = service.shards[0].target._lent.address.token
+    rooms, parts = one.member._rounds._rooms, one.member._parts
+    assert rooms.adopt(parts, 0, 0, token, 1)
+    one.parameters["w"][:] = 4
+    assert not rooms.adopt(parts, 0, 0, "another", 1)
+    np.testing.assert_array_equal(one.parameters["w"], 4)
 
 
 def test_rooms_are_let_go(serve, together):

@@ -71,7 +71,6 @@ class Rooms:
         self._fits = large if lent.POSSIBLE else set()
         self.near = set(self._fits)  # which may be here
         self._rooms: dict[int, _Room] = {}
-        self._adopted: dict[int, int] = {}  # pieces of the last mean
 
     def look_again(self, shard: int) -> None:
         """Take it that a shard that was started again may be here now."""
@@ -106,42 +105,46 @@ class Rooms:
         """Return what was written for a shard."""
         return self._rooms[shard].mine
 
-    def follow(self, parts: Parts, calls: Mapping[int, Call], number: int) -> None:
-        """Adopt pieces of a round's mean while shards make the others, until their calls end."""
+    def follow(self, parts: Parts, calls: Mapping[int, Call], number: int) -> dict[int, int]:
+        """Adopt pieces of a round's mean while shards make the others, until their calls end.
+
+        Returns:
+            How many, of each shard.
+        """
         pieces = {k: len(parts.pieces[k]) for k in calls if k in self._rooms and _ORDERED}
-        self._adopted = dict.fromkeys(pieces, 0)
+        adopted = dict.fromkeys(calls, 0)
         looked = time.monotonic()
         while pieces:
-            before = sum(self._adopted.values())
+            before = sum(adopted.values())
             for k, room in ((k, self._rooms[k]) for k in pieces):
                 which, made = room.marks.tolist()
-                if which == number and made > self._adopted[k]:
-                    parts.adopt_mean(k, room.center, slice(self._adopted[k], made))
-                    self._adopted[k] = made
-            pieces = {k: n for k, n in pieces.items() if self._adopted[k] < n}
-            if sum(self._adopted.values()) > before:
+                if which == number and made > adopted[k]:
+                    parts.adopt_mean(k, room.center, slice(adopted[k], made))
+                    adopted[k] = made
+            pieces = {k: n for k, n in pieces.items() if adopted[k] < n}
+            if sum(adopted.values()) > before:
                 looked = time.monotonic()
             elif time.monotonic() - looked > _LOOK:
                 pieces = {k: n for k, n in pieces.items() if not calls[k].look(0)}
                 looked = time.monotonic()
             else:
                 time.sleep(_PAUSE)
+        return adopted
 
-    def adopt(self, parts: Parts, shard: int, number: int, token: str, last: int) -> bool:
-        """Adopt what is left of the mean of a round; whether it was there, and whole.
+    def adopt(self, parts: Parts, shard: int, after: int, token: str, last: int) -> bool:
+        """Adopt what is left of a mean; whether it was there, and whole.
 
         Args:
             parts: of the worker.
             shard: whose.
-            number: of the round.
+            after: so many pieces.
             token: of the memory in which the mean is.
             last: the round that it is of now.
         """
         room = self._rooms[shard]
         if room.offer.center.token != token:
             return False
-        done = self._adopted.get(shard, 0) if last == number else 0
-        parts.adopt_mean(shard, room.center, slice(done, None))
+        parts.adopt_mean(shard, room.center, slice(after, None))
         return bool(room.marks[0] == last)
 
     def _enter(self, shards: set[int], sender: Sender) -> None:

@@ -115,11 +115,13 @@ class Rounds:
             k: member.ask(k, "mean" if k in rooms.near else "reduce", *asked)
             for k in range(len(parts.sizes))
         }
-        rooms.follow(parts, {k: call for k, call in calls.items() if k in rooms.near}, number)
+        near = {k: call for k, call in calls.items() if k in rooms.near}
+        adopted = rooms.follow(parts, near, number)
         for k, call in calls.items():
             answer = call.result()
             if isinstance(answer, tuple):
-                if rooms.adopt(parts, k, number, *answer):
+                _, last = answer
+                if rooms.adopt(parts, k, adopted[k] if last == number else 0, *answer):
                     continue
                 answer = member.ask(k, "reduce", *asked).result()
             if isinstance(answer, list):
