@@ -149,10 +149,13 @@ worker makes `x ← x − α(x − c)`. All workers exchange at the same moment 
 case: workers that train come when they come.
 
 Between processes of one machine Ray sends nothing: a put is a copy, a get is none, and so the
-least is two copies. An exchange sends no whole messages to a shard on the worker's own machine
-either: they go through memory that the worker lends, a piece of 1 MB at a time, which the shard
-merges and answers while it is in cache, and while the worker fills the next. Under averaging they
-go there and back in two passes, with the round in between. Between machines
+least is two copies. With a shard on the worker's own machine an exchange sends no whole messages
+either. Under **elastic averaging and AGN** they go through memory that the worker lends, a piece of
+1 MB at a time, which the shard merges and answers while it is in cache, and while the worker fills
+the next. Under **averaging** the shard lends: a worker writes `x` into a room of its own, and when
+the round is closed it copies the mean out of the center itself, while the shard still makes the
+rest of it. That is one pass more, and three calls of the head: with one worker and one shard, which
+is a mean of one, nothing can be done at the same time. Between machines
 [an exchange takes little more than its bytes](two-hosts.md).
 
 On one machine alone the center in shared memory is the one to use, which `springline run` does
