@@ -95,7 +95,7 @@ def scenes(rank, ranks, store, interface="lo", networks=None, without=(), full=(
     """
     start(rank, ranks, store, interface)
     if networks:
-        lent.network = lambda: networks[rank]
+        lent.machine = lambda: networks[rank]
     lent.POSSIBLE = rank not in without
     if rank in full:
         lent.Lent.reserve = _no_memory
@@ -192,7 +192,7 @@ def forking(pipe, rank, ranks, store):
 def waiting(pipe, rank, ranks, store, timeout):
     """Ranks 0 and 1 are one machine; to its speaker the all-reduce takes longer than a timeout."""
     start(rank, ranks, store)
-    lent.network = lambda: (7, 7, 8)[rank]
+    lent.machine = lambda: (7, 7, 8)[rank]
     worker = make(rank, ranks, ModelAverage(workers=ranks, period=1), timeout=timeout)
     group = worker.center.group
     if rank == 0:

@@ -220,6 +220,7 @@ def test_one_shard_is_here_and_one_is_not(serve, name, monkeypatch, together):
     c = workers[0].center.values()["w"]
     np.testing.assert_array_equal(c, 1 if rule.synchronous else 2 * WORKERS)
     assert not {"exchange", "contribute", "reduce"} & set(asked[0])
+    assert workers[0].member._rounds is None or workers[0].member._rounds._rooms.near == {0}
     tried = "lend" if rule.synchronous else "stream"
     assert (asked[1].count(tried), asked[1].count("took")) == (WORKERS, 0)
 
@@ -380,7 +381,7 @@ def test_a_worker_is_killed_while_it_contributes(serve):
     rule = ModelAverage(workers=2, period=1)
     service = serve(rule, {"w": VALUES["w"]}, shards=1)
     shard = service.shards[0].target
-    offer = shard.lend(message(0, 1, 0).sender, lent.network())
+    offer = shard.lend(message(0, 1, 0).sender, lent.machine())
     command = [sys.executable, "-c", WRITES, json.dumps(asdict(offer.room))]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -395,7 +396,7 @@ def test_a_worker_is_killed_while_it_contributes(serve):
         two.parameters["w"][:] = number
         two.exchange()
         np.testing.assert_array_equal(two.center.values()["w"], number)
-    again = shard.lend(message(0, 2, 0).sender, lent.network())
+    again = shard.lend(message(0, 2, 0).sender, lent.machine())
     assert again.room.token != offer.room.token
     assert not shard.took(message(0, 2, 0), 4, offer.room.token)
     assert not shard._rooms[0].memory.any()
@@ -413,6 +414,23 @@ def test_the_memory_of_a_shard_that_has_died_is_not_adopted(serve):
     one.parameters["w"][:] = 4
     assert not rooms.adopt(parts, 0, 0, "another", 1)
     np.testing.assert_array_equal(one.parameters["w"], 4)
+
+
+def test_who_cannot_use_a_room_has_none(serve, together, monkeypatch):
+    """It is on another machine that looks the same."""
+    rule = RULES["average"]
+    service = serve(rule)
+    monkeypatch.setattr("springline.center.served.rooms.borrow", elsewhere)
+    workers = [worker(service, rule, rank) for rank in range(WORKERS)]
+    for one in workers:
+        one.parameters["w"][:] = one.rank
+    together(*[one.exchange for one in workers])
+    np.testing.assert_array_equal(workers[0].parameters["w"], 1)
+    assert [peer.target._rooms for peer in service.shards] == [{}, {}]
+
+
+def elsewhere(*_, **__):
+    raise OSError("no such process")
 
 
 def test_rooms_are_let_go(serve, together):

@@ -426,7 +426,7 @@ def test_memory_of_somebody_else_is_refused():
     other = Ring()
     memory = address.memory
     for wrong in (
-        {"memory": replace(memory, network=memory.network + 1)},
+        {"memory": replace(memory, machine="another")},
         {"memory": replace(memory, token="0" * 32)},
         {"memory": replace(memory, number=other.open().memory.number)},
         {"memory": replace(memory, size=memory.size + 1)},

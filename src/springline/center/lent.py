@@ -1,7 +1,8 @@
 """Memory that a process lends to others on the same machine.
 
 They find it under `/proc`, as processes of the same user may. It has no name, so that nothing is
-left behind, whoever is killed. What is in another network namespace counts as another machine.
+left behind, whoever is killed. What is in another network namespace, or among other processes,
+counts as another machine.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ class Address:
     """Where others find the memory.
 
     Args:
-        network: the lender's, as an inode.
+        machine: the lender's.
         process: the lender's.
         number: the memory's file descriptor there.
         token: what stands behind the memory, so that no other machine's process is taken for it.
         size: of the memory, in bytes.
     """
 
-    network: int
+    machine: str
     process: int
     number: int
     token: str
@@ -51,7 +52,7 @@ class Lent:
     """
 
     def __init__(self, size: int) -> None:
-        self._network = network()
+        self._machine = machine()
         self._file = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         self._close = weakref.finalize(self, os.close, self._file)
         try:
@@ -68,7 +69,7 @@ class Lent:
     def address(self) -> Address:
         """Where others find it, for as long as it is not closed."""
         size = len(self.memory)
-        return Address(self._network, os.getpid(), self._file, self._token.hex(), size)
+        return Address(self._machine, os.getpid(), self._file, self._token.hex(), size)
 
     def reserve(self, size: int) -> None:
         """Make sure of the first pages: without it whoever is first to need one may be killed.
@@ -94,7 +95,7 @@ def borrow(address: Address, populate: bool) -> Bytes:
     Raises:
         OSError: it cannot be reached from here.
     """
-    if address.network != network():
+    if address.machine != machine():
         raise OSError("this is another machine")
     size = address.size + _TOKEN
     link = Path(f"/proc/{address.process}/fd/{address.number}").readlink()
@@ -123,6 +124,12 @@ def touch(memory: Bytes) -> None:
     memory[::_PAGE].max(initial=0)
 
 
-def network() -> int:
-    """Return the network that this process is in, as an inode."""
-    return Path("/proc/self/ns/net").stat().st_ino
+def machine() -> str:
+    """Return what is the same for processes that can reach each other's memory.
+
+    Raises:
+        OSError: there is no `/proc`.
+    """
+    start = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    spaces = (Path(f"/proc/self/ns/{kind}").stat().st_ino for kind in ("net", "pid"))
+    return "/".join([start, *(str(inode) for inode in spaces)])

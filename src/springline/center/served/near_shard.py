@@ -47,27 +47,37 @@ class NearShard(Shard):
         """
         return self._visit(message.sender, address, partial(self._stream, message, before))
 
-    def lend(self, sender: Sender, network: int) -> Offer | None:
+    def lend(self, sender: Sender, machine: str) -> Offer | None:
         """Return a new room for what a worker contributes to rounds, and where the mean is.
 
         Args:
             sender: who asks; the room that it had is not used any more.
-            network: in which it is.
+            machine: on which it is.
 
         Returns:
             None if it is elsewhere, or there is no memory.
         """
         self._check(sender)
-        if self._lent is None or network != lent.network():
+        if self._lent is None or machine != lent.machine():
             return None
         room = _lend(len(self._center))
         if room is None:
             return None
         with self._table:
-            before, self._rooms[sender.rank] = self._rooms.get(sender.rank), room
-        if before:
-            before.close()  # a round that still reads it has it
-        return Offer(room.address, self._lent.address)
+            self._forget_room(sender.rank)
+            self._rooms[sender.rank] = room
+            return Offer(room.address, self._lent.address)
+
+    def _forget_room(self, rank: int) -> None:
+        room = self._rooms.pop(rank, None)
+        if room:
+            room.close()  # a round that still reads it has it
+
+    def contribute(self, message: Message, number: int) -> int:
+        """Take a worker's message for a round: it has no use for a room."""
+        with self._table:
+            self._forget_room(message.sender.rank)
+        return super().contribute(message, number)
 
     def took(self, message: Message, number: int, token: str) -> bool:
         """Take what a worker has written into its room for a round; the same as `contribute`.

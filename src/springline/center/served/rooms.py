@@ -28,7 +28,8 @@ from springline.center.served.peer import Call
 if TYPE_CHECKING:
     from springline.center.served.member import ServedMember
 
-_ORDERED = platform.machine() in ("x86_64", "AMD64")  # what is written first is seen first
+# What is written first is seen first, which only those need who look while it is written.
+_ORDERED = platform.machine() in ("x86_64", "AMD64")
 _PAUSE = 2e-4  # seconds between two looks for the next piece
 _LOOK = 0.2  # seconds without one after which we look what became of the call
 MARKS = 16  # bytes behind a center that is lent: the last round it is of, and the pieces of it
@@ -121,6 +122,9 @@ class Rooms:
                 if which == number and made > adopted[k]:
                     parts.adopt_mean(k, room.center, slice(adopted[k], made))
                     adopted[k] = made
+                    calls[k].heard()
+                elif which != number:  # it begins anew, or has not begun
+                    adopted[k] = 0
             pieces = {k: n for k, n in pieces.items() if adopted[k] < n}
             if sum(adopted.values()) > before:
                 looked = time.monotonic()
@@ -150,7 +154,7 @@ class Rooms:
     def _enter(self, shards: set[int], sender: Sender) -> None:
         """Ask shards for rooms; those that are elsewhere are not near any more."""
         with contextlib.suppress(OSError):
-            where = lent.network()
+            where = lent.machine()
             calls = {k: self._member.ask(k, "lend", sender, where) for k in shards}
             for k, call in calls.items():
                 offer: Offer | None = call.result()

@@ -191,10 +191,14 @@ class Shard:
         if isinstance(messages, list):
             return messages
         data = [message.data for message in messages.values()]
-        for piece in range(self._merger.pieces):
-            self._mark(number, piece)
-            if data:  # else all that was sent is gone; the center stays as it is
-                self._merger.merge_round(data, piece)
+        try:
+            for piece in range(self._merger.pieces):
+                self._mark(number, piece)
+                if data:  # else all that was sent is gone; the center stays as it is
+                    self._merger.merge_round(data, piece)
+        except BaseException:
+            self._mark(0, 0)
+            raise
         self._mark(number, self._merger.pieces)
         with self._table:
             self._slots.forget(number)
