@@ -49,7 +49,7 @@ def two_hosts(function, folder):
         yield pipes
 
 
-EVERY_DAY = ("two", "two networks", "no memory left")
+EVERY_DAY = ("two networks", "no memory left")
 OTHERS = [name for name in CASES if name not in EVERY_DAY]
 
 
@@ -150,7 +150,7 @@ def end_in_a_round(pipes, who, how, where):
         (0, "killed", "add"),
         pytest.param(2, "killed", "add", marks=pytest.mark.slow),
         pytest.param(2, "killed", "close_round", marks=pytest.mark.slow),
-        (1, "interrupted", "add"),
+        pytest.param(1, "interrupted", "add", marks=pytest.mark.slow),
     ],
 )
 def test_who_ends_in_the_middle_of_a_round_is_named(start, tmp_path, who, how, where):

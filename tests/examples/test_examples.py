@@ -136,6 +136,7 @@ def test_images_the_center_has_what_batchnorm_needs(two_workers, directory, exam
     assert at_its_end == pytest.approx(reported[0], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_images_alone(alone):
     assert number_after("of the center", alone("images", *IMAGES)) > 75
 
@@ -183,6 +184,7 @@ def wait_until_one_has_made(steps, directory, process, seconds=60.0):
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_resume_alone_trains(alone):
     output = alone("resume", "--steps", 200)
     assert "Worker 0 starts at step 0," in output

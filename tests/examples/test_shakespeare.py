@@ -100,6 +100,7 @@ def metrics_of(directory, rank):
     return [json.loads(line) for line in lines]
 
 
+@pytest.mark.slow
 def test_alone_it_is_one_worker_and_repeats_itself(tmp_path):
     report = run(SCRIPT, *SMALL, "--seed", "3", cwd=tmp_path)
     assert run(SCRIPT, *SMALL, "--seed", "3", cwd=tmp_path) == report
@@ -205,6 +206,7 @@ def test_one_downloads_and_the_others_wait(data, monkeypatch, together):
     assert len(downloads) == 1
 
 
+@pytest.mark.slow
 def test_mnist_is_whole(data):
     digits = data.mnist()
     assert digits.images.shape == (60_000, 28, 28)

@@ -29,6 +29,7 @@ def accuracy(*words, steps, cwd):
     return float(found)
 
 
+@pytest.mark.slow
 def test_alone(tmp_path):
     assert accuracy(steps=300, cwd=tmp_path) > 90
 

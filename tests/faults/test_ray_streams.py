@@ -10,6 +10,7 @@ import time
 import numpy as np
 import pytest
 
+from marks import slow
 from ray_cluster import actors_of, end_center, pid_of
 from springline import AGN, ElasticAverage, ModelAverage, Worker
 from springline.center import Layout
@@ -41,7 +42,7 @@ def open_center(cluster, tmp_path):
     end_center(tmp_path.name)
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", ["average", *slow("elastic", "agn")])
 def test_shards_are_killed(open_center, tmp_path, together, caplog, name):
     """x and c stay between the first values of all, and meet in the end."""
     rule = RULES[name]

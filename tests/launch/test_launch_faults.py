@@ -28,6 +28,7 @@ def under_each_rule(tmp_path, together):
     return under_each_rule
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_again_and_again_makes_its_steps(train, under_each_rule):
     steps, kills = 150, 5
 
