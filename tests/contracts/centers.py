@@ -199,7 +199,7 @@ if parent_process() is None:  # a process that a test starts does without torch
     from grouped import Grouped
 
     KINDS["collective"] = Grouped
-SLOW = {"ray"}  # the others, and `tests/center/test_ray*.py`, are enough for every day
+SLOW = {"ray", "near"}  # the others, and `tests/center`, are enough for every day
 
 
 def _marked(kind, *values):

@@ -93,6 +93,7 @@ def number_after(words, text):
     return float(re.findall(rf"{words}:? ([\d.e-]+)", text)[-1])
 
 
+@pytest.mark.slow
 def test_plain_loop_ends_alike_before_and_after(alone):
     before = alone("plain_loop", "--plain", "--steps", 83)  # the last period is cut short
     assert alone("plain_loop", "--steps", 83) == before

@@ -51,7 +51,7 @@ def test_a_worker_that_is_killed_again_and_again_makes_its_steps(train, under_ea
     under_each_rule(check)
 
 
-@pytest.mark.parametrize("seconds", [3, *slow(10)])
+@pytest.mark.parametrize("seconds", slow(3, 10))
 def test_a_worker_that_is_stopped_for_a_while_goes_on(train, under_each_rule, seconds):
     steps = 60
 

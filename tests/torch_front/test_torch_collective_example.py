@@ -16,7 +16,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "torchrun_digits.py"
 STEPS = 300
 
 
-@pytest.mark.parametrize("rule", [*slow("average"), "elastic"])
+@pytest.mark.parametrize("rule", slow("average", "elastic"))
 def test_two_ranks_learn_digits(rule, tmp_path):
     environment = os.environ | {
         "SPRINGLINE_RUN": str(tmp_path / "run"),
