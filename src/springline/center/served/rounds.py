@@ -76,12 +76,15 @@ class Rounds:
         self._member.wait(begin, "the round that is under way")
         return found[0]
 
+    def _rooms_for(self, parts: Parts) -> Rooms:
+        if self._rooms is None:
+            self._rooms = Rooms(self._member, parts.sizes)
+        return self._rooms
+
     def _contribute(self, parts: Parts, number: int) -> Message:
         """Send our message to every shard; return it, but for its data."""
-        member = self._member
-        if self._rooms is None:
-            self._rooms = Rooms(member, parts.sizes)
-        head, near = member.message(parts.local), set(self._rooms.near)
+        member, rooms = self._member, self._rooms_for(parts)
+        head, near = member.message(parts.local), set(rooms.near)
         far = set(range(len(parts.sizes))) - near
 
         def send(shards: set[int]) -> list[Call]:
@@ -89,8 +92,8 @@ class Rounds:
             return [member.ask(k, "contribute", message, number) for k, message in messages.items()]
 
         calls = send(far)
-        self._rooms.contribute(parts, head, number)
-        for call in [*calls, *send(near - self._rooms.near)]:
+        rooms.contribute(parts, head, number)
+        for call in [*calls, *send(near - rooms.near)]:
             call.result()
         return head
 
@@ -108,8 +111,7 @@ class Rounds:
 
     def _reduce(self, parts: Parts, message: Message, number: int) -> None:
         """Take a round's mean from every shard."""
-        member, rooms = self._member, self._rooms
-        assert rooms is not None  # noqa: S101 - we have contributed
+        member, rooms = self._member, self._rooms_for(parts)
         asked = number, self._contributors, message.sender
         calls = {
             k: member.ask(k, "mean" if k in rooms.near else "reduce", *asked)
