@@ -154,8 +154,8 @@ either. Under **elastic averaging and AGN** they go through memory that the work
 1 MB at a time, which the shard merges and answers while it is in cache, and while the worker fills
 the next. Under **averaging** the shard lends: a worker writes `x` into a room of its own, and when
 the round is closed it copies the mean out of the center itself, while the shard still makes the
-rest of it. That is one pass more, and three calls of the head: with one worker and one shard, which
-is a mean of one, nothing can be done at the same time. Between machines
+rest of it. That is one pass more than the others need, and shows most where there is one worker and
+one shard: before the round is closed the shard has nothing to do. Between machines
 [an exchange takes little more than its bytes](two-hosts.md).
 
 On one machine alone the center in shared memory is the one to use, which `springline run` does

@@ -40,7 +40,10 @@ def worker(service, rule, rank, values=VALUES):
     return Worker(values, rule, service.open(), rank, synchronous=False, timeout=30)
 
 
-METHODS = ("exchange", "stream", "contribute", "took", "reduce", "mean", "settle", "closed")
+METHODS = (
+    *("exchange", "stream", "lend", "contribute", "reduce", "mean"),  # of a shard
+    *("begin", "contribute", "withdraw"),  # of the head
+)
 
 
 def trouble(seed, methods=METHODS):
@@ -335,8 +338,7 @@ def test_a_round_whose_contributors_are_not_known_takes_who_is_here(serve):
     assert shard.reduce(1, [0, 1], message(1, 1, 5.0).sender) == [0]
     mean = shard.reduce(1, [], message(1, 1, 5.0).sender)
     np.testing.assert_array_equal(mean.data.view(np.float32), 5)
-    nothing = shard.reduce(2, [], message(1, 2, 5.0).sender)
-    np.testing.assert_array_equal(nothing.data.view(np.float32), 5)
+    assert shard.reduce(2, [], message(1, 2, 5.0).sender) == [1]  # who is in it for certain
 
 
 def unreadable(monkeypatch):
@@ -415,9 +417,88 @@ def test_a_round_that_nobody_may_close_yet_is_waited_for(serve, tmp_path):
     seats = service.head.target._seats
     seats.quiet_until = time.monotonic() + 60
     lives = [seats.of[rank].incarnation for rank in range(2)]
-    assert Call(service.head, "settle", 1, lives[1], 1, True).result()
-    assert Call(service.head, "settle", 0, lives[0], 1, False).result()
+    assert Call(service.head, "contribute", 1, lives[1], 1, 0.0).result() == (False, [0])
+    Call(service.head, "withdraw", 0, lives[0], 1).result()
     assert Call(service.head, "begin", 0, lives[0], 0.1).result() == [1]
+
+
+def test_a_head_that_was_started_again_does_not_know_who_was_in_a_round(
+    serve, background, tmp_path
+):
+    """Whoever was takes its mean, and does not contribute the same to the next."""
+    rule = ModelAverage(workers=2, period=1)
+    service = serve(rule, storage=str(tmp_path / "store"))
+    one, other = (worker(service, rule, rank) for rank in range(2))
+    for each in (one, other):
+        each.parameters["w"][:] = each.rank
+    calls, gone_on = [], threading.Event()
+
+    def disturb(method):
+        calls.append(method)
+        if method == "contribute" and calls.count(method) == 1:
+            return "lose"
+        if method == "contribute" and calls.count(method) == 3:
+            assert gone_on.wait(20)
+            service.head.target = service.new_head()
+        return None
+
+    service.head.disturb = disturb
+    waiting = background(one.exchange)
+    while 0 not in Call(service.head, "waiting").result():
+        assert not waiting.done()
+    other.exchange()
+    gone_on.set()
+    waiting.result(20)
+    for each in (one, other):
+        np.testing.assert_array_equal(each.parameters["w"], 0.5)
+    assert service.head.target._seats.closed == 1
+
+
+@pytest.mark.parametrize("missed", [2, 15])
+def test_who_was_away_for_many_rounds_is_in_the_next(serve, together, background, missed):
+    """Taken for dead; it may not even be known any more who was in the one it would be in."""
+    rule = ModelAverage(workers=2, period=1)
+    service = serve(rule)
+    one, two = (worker(service, rule, rank) for rank in range(2))
+    together(one.exchange, two.exchange)
+    seats = service.head.target._seats
+    plain = seats.is_alive
+    seats.is_alive = lambda seat: seat is not seats.of[0] and plain(seat)
+    for _ in range(missed):
+        two.exchange()
+    seats.is_alive = plain
+    one.parameters["w"][:], two.parameters["w"][:] = 1, 3
+    together(one.exchange, two.exchange)
+    np.testing.assert_array_equal(one.center.values()["w"], 2)
+    np.testing.assert_array_equal(one.parameters["w"], 2)
+    assert seats.closed == missed + 2
+
+
+def test_a_head_and_the_shards_have_forgotten_rounds(serve, together, background, tmp_path):
+    """They go on with the next after the last that workers know of, also with one who does not."""
+    rule = ModelAverage(workers=3, period=1)
+    service = serve(rule, storage=str(tmp_path / "store"))
+    workers = [worker(service, rule, rank) for rank in range(3)]
+    together(*[one.exchange for one in workers])
+    for shard in service.shards:
+        shard.target.save()
+    for _ in range(3):
+        together(*[one.exchange for one in workers])
+    for shard, make in zip(service.shards, service.make, strict=True):
+        shard.target = make()
+    service.head.target = service.new_head()
+    for one in workers:
+        one.parameters["w"][:] = one.rank + 1
+    workers[2].member._rounds._next = 0
+    waiting = [background(one.exchange) for one in workers[:2]]
+    while Call(service.head, "waiting").result() != [0, 1]:
+        assert not any(one.done() for one in waiting)
+    workers[2].exchange()
+    for one in waiting:
+        one.result(20)
+    for one in workers:
+        np.testing.assert_array_equal(one.parameters["w"], 2)
+    assert service.head.target._seats.closed == 5
 
 
 def test_who_comes_back_to_a_new_head_finds_the_others(serve, tmp_path):

@@ -1,11 +1,12 @@
 """AGN and model averaging through the memory of workers on the shard's machine."""
 
+import gc
 import json
 import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +16,14 @@ import torch
 from served import Service
 from springline import AGN, ModelAverage, Worker
 from springline.center import Layout, NonFiniteError, RoundTimeoutError, lent
+from springline.center.errors import TakenOverError
 from springline.center.plan import Plan, arrays_of
 from springline.center.served import near, stream
 from springline.center.served.merger import Merger
 from springline.center.served.messages import Message, Sender
 from springline.center.served.parts import Parts
 from springline.center.served.peer import PeerLostError
+from springline.center.served.rooms import split
 from springline.rules import SGD, Adam, Momentum
 from springline.torch.outer import TorchOuter
 
@@ -35,6 +38,7 @@ class Whole(SGD):
     """An outer optimizer that wants to see whole parameters."""
 
     elementwise = False
+    in_place = False
 
     def step(self, name, c, g, state, rate, work):
         assert c.shape == g.shape == VALUES[name].shape
@@ -112,7 +116,7 @@ def test_the_same_comes_out_as_by_messages(serve, name, use_locking, monkeypatch
             else:
                 for one in workers:
                     one.exchange()
-        by_memory = {"lend", "took", "mean"} if rule.synchronous else {"stream"}
+        by_memory = {"lend", "mean"} if rule.synchronous else {"stream"}
         by_message = {"contribute", "reduce"} if rule.synchronous else {"exchange"}
         assert by_memory <= set(asked) if possible else not by_memory & set(asked)
         assert by_message <= set(asked) if not possible else not by_message & set(asked)
@@ -186,6 +190,25 @@ def test_what_is_not_finite_is_not_merged(serve, name, background):
         assert one.center.version == 1
 
 
+@pytest.mark.parametrize(("bad", "named"), [("u", "u"), ("v", "v"), ("uv", "u")])
+def test_whoever_writes_it_what_is_not_finite_is_named(serve, bad, named):
+    """The first, of several; each thread writes one of these, and the next round is whole."""
+    rule = ModelAverage(workers=1, period=1)
+    values = {name: np.ones(SIZE, np.float32) for name in "uv"}
+    service = serve(rule, values, shards=1)
+    one = worker(service, rule, 0, values)
+    one.exchange()
+    for name in bad:
+        one.parameters[name][SIZE // 2] = np.inf
+    with pytest.raises(NonFiniteError, match=f"'{named}' of rank 0 has NaN or Inf"):
+        one.exchange()
+    one.take_center()
+    one.parameters["v"][:] = 3
+    one.exchange()
+    for name, c in one.center.values().items():
+        np.testing.assert_array_equal(c, 1 if name == "u" else 3)
+
+
 def test_what_is_not_finite_is_not_sent_as_a_message_either(serve, monkeypatch):
     """It is found when the shard turns out to be elsewhere."""
     rule = RULES["sgd"]
@@ -222,7 +245,7 @@ def test_one_shard_is_here_and_one_is_not(serve, name, monkeypatch, together):
     assert not {"exchange", "contribute", "reduce"} & set(asked[0])
     assert workers[0].member._rounds is None or workers[0].member._rounds._rooms.near == {0}
     tried = "lend" if rule.synchronous else "stream"
-    assert (asked[1].count(tried), asked[1].count("took")) == (WORKERS, 0)
+    assert (asked[1].count(tried), asked[1].count("mean")) == (WORKERS, 0)
 
 
 def message(rank, number, value):
@@ -266,11 +289,12 @@ def test_a_room_that_may_still_be_read_is_not_used_again(serve):
     one.parameters["w"][:] = 1
     with pytest.raises(RoundTimeoutError):
         one.exchange()
-    (kept,) = shard._slots._messages[1].values()
+    _, room = shard._rooms[0]
+    kept = room.memory[: 4 * SIZE].view(np.float32)
     one.member._rounds._contribute(Parts(one.center.plan, one.center.parts, rule, 0, one.local), 2)
     one.parameters["w"][:] = 100
     one.member._rounds._contribute(Parts(one.center.plan, one.center.parts, rule, 0, one.local), 3)
-    np.testing.assert_array_equal(kept.data.view(np.float32), 1)
+    np.testing.assert_array_equal(kept, 1)
     assert len(shard._rooms) == 1
     one.member.leave()
     other.parameters["w"][:] = 5
@@ -299,7 +323,95 @@ def test_a_shard_is_started_again_between_contribution_and_mean(serve, tmp_path,
         for one in workers:
             np.testing.assert_array_equal(one.parameters["w"], 1 + number)
     assert calls.count("contribute") >= WORKERS
-    assert (calls.count("took"), calls.count("lend")) == (3 * WORKERS, 2 * WORKERS)
+    assert calls.count("lend") == 2 * WORKERS
+
+
+def test_a_round_asks_the_head_once_and_each_shard_once(serve, together):
+    rule = RULES["average"]
+    service = serve(rule)
+    workers = [worker(service, rule, rank) for rank in range(WORKERS)]
+    together(*[one.exchange for one in workers])
+    of_head, of_shards = [], asked_of(service)
+    service.head.disturb = lambda method: of_head.append(method) if method != "beat" else None
+    for number in range(3):
+        for one in workers:
+            one.parameters["w"][:] = one.rank * number
+        together(*[one.exchange for one in workers])
+        np.testing.assert_array_equal(workers[0].center.values()["w"], number)
+    assert of_head == ["contribute"] * 3 * WORKERS
+    assert sorted(set(of_shards)) == ["mean", "read"]
+    assert of_shards.count("mean") == 3 * WORKERS * len(service.shards)
+
+
+def test_a_shard_is_started_again_between_two_rounds(serve, tmp_path, together):
+    """No call is lost by that; what is written into rooms of its last life is not there."""
+    rule = RULES["average"]
+    service = serve(rule, storage=str(tmp_path / "store"))
+    workers = [worker(service, rule, rank) for rank in range(WORKERS)]
+    together(*[one.exchange for one in workers])
+    service.shards[0].target.save()
+    service.shards[0].target = service.make[0]()
+    calls = []
+    service.shards[0].disturb = calls.append
+    for number in range(1, 4):
+        for one in workers:
+            one.parameters["w"][:] = one.rank * number
+        together(*[one.exchange for one in workers])
+        for one in workers:
+            np.testing.assert_array_equal(one.parameters["w"], number)
+    assert calls.count("lend") == WORKERS
+    assert calls[-WORKERS:] == ["mean"] * WORKERS
+
+
+def test_a_call_that_was_under_way_for_long_takes_no_room_away(serve):
+    """It is of an earlier exchange, or of an earlier life."""
+    rule = ModelAverage(workers=2, period=1)
+    service = serve(rule, {"w": VALUES["w"]}, shards=1)
+    shard = service.shards[0].target
+    earlier, later = message(0, 1, 1.0), message(0, 2, 0)
+    offer = shard.lend(later.sender, lent.machine())
+    shard.contribute(earlier, 1)
+    assert shard.lend(earlier.sender, lent.machine()) is None
+    assert shard._rooms[0][1].address == offer.room
+    shard.mean(1, [0], later.sender)  # and so it is this life's now
+    with pytest.raises(TakenOverError):
+        shard.contribute(replace(earlier, sender=replace(earlier.sender, incarnation=0)), 2)
+    assert shard._rooms[0][1].address == offer.room
+    shard.contribute(later, 2)
+    assert not shard._rooms
+
+
+def test_what_was_written_for_the_last_round_is_not_of_this_one(serve, together):
+    """Not even if nobody knows any more who is in it."""
+    rule = ModelAverage(workers=2, period=1)
+    service = serve(rule, {"w": VALUES["w"]}, shards=1)
+    workers = [worker(service, rule, rank, {"w": VALUES["w"]}) for rank in range(2)]
+    together(*[one.exchange for one in workers])
+    workers[1].parameters["w"][:] = 7
+    member = workers[1].member
+    head = member._rounds._contribute(member._parts, 2)
+    service.shards[0].target.mean(2, [], head.sender)
+    np.testing.assert_array_equal(workers[0].center.values()["w"], 7)
+
+
+def test_what_is_being_written_is_not_of_a_round(serve, monkeypatch):
+    """Nor is it of the last one any more."""
+    rule = ModelAverage(workers=1, period=1)
+    service = serve(rule, {"w": VALUES["w"]}, shards=1)
+    shard = service.shards[0].target
+    one = worker(service, rule, 0, {"w": VALUES["w"]})
+    one.exchange()
+    plain, seen = Parts.write_x, []
+
+    def write(parts, *arguments):
+        seen.append(int(split(shard._rooms[0][1].memory)[1][0]))
+        plain(parts, *arguments)
+
+    monkeypatch.setattr(Parts, "write_x", write)
+    assert split(shard._rooms[0][1].memory)[1][0] == 1
+    one.exchange()
+    assert set(seen) == {0}
+    assert split(shard._rooms[0][1].memory)[1][0] == 2
 
 
 def restarts(service, monkeypatch, method, piece):
@@ -390,16 +502,16 @@ def test_a_worker_is_killed_while_it_contributes(serve):
     finally:
         process.kill()
         process.wait()
-    assert shard._rooms[0].memory.view(np.float32)[0] == 100
+    assert shard._rooms[0][1].memory[:4].view(np.float32) == 100
     two = worker(service, rule, 1, {"w": VALUES["w"]})
     for number in range(1, 4):
         two.parameters["w"][:] = number
         two.exchange()
         np.testing.assert_array_equal(two.center.values()["w"], number)
     again = shard.lend(message(0, 2, 0).sender, lent.machine())
+    assert shard.mean(4, [0, 1], message(0, 2, 0).sender) == [0, 1]
     assert again.room.token != offer.room.token
-    assert not shard.took(message(0, 2, 0), 4, offer.room.token)
-    assert not shard._rooms[0].memory.any()
+    assert not shard._rooms[0][1].memory.any()
     assert len(shard._rooms) == 2
 
 
@@ -467,4 +579,5 @@ def test_a_torch_optimizer_keeps_nothing_of_the_memory(serve):
 
 
 def open_files():
+    gc.collect()  # what other tests have left
     return len(list(Path("/proc/self/fd").iterdir()))

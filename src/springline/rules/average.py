@@ -43,12 +43,12 @@ class ModelAverage(Rule):
             np.add(first, others[0], out=mean)
             for x in others[1:]:
                 np.add(mean, x, out=mean)
-            np.divide(mean, n, out=mean)
+            np.divide(mean, n, out=center.c)
         except FloatingPointError:  # the sum is too large, the mean is not
             np.divide(first, n, out=mean)
             for x in others:
                 np.add(mean, x / n, out=mean)
-        np.copyto(center.c, mean)
+            np.copyto(center.c, mean)
 
     def adopt(self, local: LocalBlock, message: Array, c: Array) -> None:
         """`x ← c`."""

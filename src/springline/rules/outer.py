@@ -31,6 +31,10 @@ class Outer(Protocol):
     def elementwise(self) -> bool:
         """Whether `step` may be given parts of a parameter, flat, instead of the whole."""
 
+    @property
+    def in_place(self) -> bool:
+        """Whether `step` may be given `g` itself as `work`, and leaves the new `c` in it."""
+
     def settings(self) -> dict[str, Any]:
         """What all workers must agree on, as JSON values: all but the learning rate."""
 
@@ -53,6 +57,7 @@ class _Elementwise:
 
     kind: ClassVar[str]
     elementwise: ClassVar[bool] = True
+    in_place: ClassVar[bool] = False
     at_least_zero: ClassVar[tuple[str, ...]] = ()
     above_zero: ClassVar[tuple[str, ...]] = ()
     below_one: ClassVar[tuple[str, ...]] = ()
@@ -92,6 +97,7 @@ class SGD(_Elementwise):
     """`c ← c − ηg`."""
 
     kind: ClassVar[str] = "sgd"
+    in_place: ClassVar[bool] = True
 
     def step(self, name: str, c: Array, g: Array, state: State, rate: float, work: Array) -> None:
         """Take one step."""

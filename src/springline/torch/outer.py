@@ -38,6 +38,7 @@ class TorchOuter:
     """
 
     elementwise = False  # torch optimizers see whole parameters in their own shape
+    in_place = False
 
     def __init__(self, inner: torch.optim.Optimizer, groups: Mapping[str, dict[str, Any]]) -> None:
         self._inner = inner

@@ -166,34 +166,46 @@ class Head(Founding):
                     return pending or self._seats.contributing(this)
                 await self._wait(deadline)
 
-    async def settle(self, rank: int, incarnation: int, number: int, contributed: bool) -> bool:
-        """Contribute to a round, or withdraw from it; False if it was closed before."""
-        if number <= self._seats.closed:
-            return rank in self._seats.contributors.get(number, [])
-        seat = self._seats.member(rank, incarnation)
-        seat.settled = number
-        seat.contributed = number if contributed else 0
-        if not self._close(number) and not contributed:
-            self._changed()  # those who wait for a round to begin again may go on
-        return True
-
-    async def closed(self, number: int, seconds: float) -> tuple[bool, list[int]]:
-        """Wait a while until a round is closed.
+    async def contribute(
+        self, rank: int, incarnation: int, number: int, seconds: float
+    ) -> tuple[bool, list[int]] | None:
+        """Contribute to a round, and wait a while until it is closed.
 
         Returns:
-            Whether it is; and its contributors, none if they are not known any more, or who is
-            waited for.
+            Whether it is; and its contributors, none if it is the last and they are not known, or
+            who is waited for. None if it was closed before, without this member.
         """
+        before = number <= self._seats.closed
+        if not before:
+            self._settle(rank, incarnation, number).contributed = number
         deadline = time.monotonic() + seconds
         while not self._close(number):
             if time.monotonic() >= deadline:
                 return False, self._seats.pending(number)
             await self._wait(deadline)
-        return True, self._seats.contributors.get(number, [])
+        known = self._seats.contributors.get(number)
+        if known is None:  # we were started again, or it was long ago
+            return (True, []) if number == self._seats.closed else None
+        return None if before and rank not in known else (True, known)
+
+    async def withdraw(self, rank: int, incarnation: int, number: int) -> None:
+        """Have no part in a round, unless it is closed."""
+        if number > self._seats.closed:
+            self._settle(rank, incarnation, number).contributed = 0
+            if not self._close(number):
+                self._changed()  # those who wait for a round to begin again may go on
 
     async def waiting(self) -> list[int]:
         """Return who has contributed to the round that is open."""
         return self._seats.contributing(self._seats.closed + 1)
+
+    def _settle(self, rank: int, incarnation: int, number: int) -> Seat:
+        seat = self._seats.member(rank, incarnation)
+        seat.settled = number
+        if number > self._seats.closed + 1:  # we were started again, and so were the shards
+            self._seats.closed = number - 1
+            self._changed()
+        return seat
 
     def _close(self, number: int) -> bool:
         """Close a round if it waits for nobody; return whether it is closed."""

@@ -122,6 +122,9 @@ class Merger:
                         merge_message(block, sent, 0.0)
                         adopted = sent if rule.adopts_message else c
                     elif message.brings(run):
+                        if rule.outer and rule.outer.in_place:
+                            block.center = replace(block.center, work=x)
+                            adopted = x
                         merge_message(block, x, message.rate(run))
                         self._count(message.sender.rank, block)
                 except RefusedError:
@@ -155,7 +158,7 @@ class Merger:
 
     def _counted(self, rank: int, run: Run, center: CenterBlock) -> CenterBlock:
         entry, counts = self._counts.get(rank, (None, {}))
-        if run.opens or entry is None or entry != run.entry:
+        if run.opens or not counts or entry != run.entry:
             return center
         return replace(center, state={**center.state, **counts})
 

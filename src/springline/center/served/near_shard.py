@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,7 +30,7 @@ class NearShard(Shard):
 
     def __init__(self, *arguments: Any) -> None:
         self._lent: Lent | None = None  # the center, for rounds
-        self._rooms: dict[int, Lent] = {}  # by rank
+        self._rooms: dict[int, tuple[Sender, Lent]] = {}  # by rank: who asked for it
         super().__init__(*arguments)
 
     def stream(self, message: Message, before: bool, address: Address) -> bool:
@@ -60,43 +59,31 @@ class NearShard(Shard):
         self._check(sender)
         if self._lent is None or machine != lent.machine():
             return None
-        room = _lend(len(self._center))
+        room = _lend(size_with_marks(len(self._center)))
         if room is None:
             return None
         with self._table:
-            self._forget_room(sender.rank)
-            self._rooms[sender.rank] = room
+            if not self._forget_room(sender):
+                return None  # a call that was under way for long
+            self._rooms[sender.rank] = sender, room
             return Offer(room.address, self._lent.address)
 
-    def _forget_room(self, rank: int) -> None:
-        room = self._rooms.pop(rank, None)
-        if room:
+    def _forget_room(self, sender: Sender) -> bool:
+        """Forget a worker's room, unless it has asked for it later than this."""
+        if sender.rank in self._rooms:
+            asked, room = self._rooms[sender.rank]
+            if asked.at > sender.at:
+                return False
+            del self._rooms[sender.rank]
             room.close()  # a round that still reads it has it
+        return True
 
     def contribute(self, message: Message, number: int) -> int:
         """Take a worker's message for a round: it has no use for a room."""
-        with self._table:
-            self._forget_room(message.sender.rank)
-        return super().contribute(message, number)
-
-    def took(self, message: Message, number: int, token: str) -> bool:
-        """Take what a worker has written into its room for a round; the same as `contribute`.
-
-        Args:
-            message: all but its data.
-            number: of the round.
-            token: of the room.
-
-        Returns:
-            Whether the room is of this shard.
-        """
         self._check(message.sender)
         with self._table:
-            room = self._rooms.get(message.sender.rank)
-            if room is None or room.address.token != token:
-                return False
-            self._slots.take(replace(message, data=room.memory), number)
-        return True
+            self._forget_room(message.sender)
+        return super().contribute(message, number)
 
     def mean(
         self, number: int, contributors: Sequence[int], sender: Sender
@@ -109,12 +96,20 @@ class NearShard(Shard):
         """
         self._check(sender)
         with self._turn:
-            missing = self._reduce(number, contributors)
+            missing = self._reduce(number, contributors, sender.rank)
             if missing:
                 return missing
             self._note(sender)
             token = self._lent.address.token if self._lent else ""
             return token, self._slots.reduced
+
+    def _reduce(self, number: int, contributors: Sequence[int], asker: int) -> list[int]:
+        with self._table:
+            for sender, room in self._rooms.values():
+                data, marks = split(room.memory)
+                if marks[0] == number:  # that is what it was last written for
+                    self._slots.take(sender, data, number)
+        return super()._reduce(number, contributors, asker)
 
     def _mark(self, number: int, pieces: int) -> None:
         if self._lent:

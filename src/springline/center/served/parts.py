@@ -66,17 +66,21 @@ class Parts:
             return self.local.x[here]
         if self._outgoing is None:
             self._outgoing = self._layout.allocate()
-        self.write(shard, self._outgoing[here])
+        for block in blocks:
+            self._write(block, self._parts[shard].view(block.run, self._outgoing[here]))
         return self._outgoing[here]
 
-    def write(self, shard: int, out: Bytes) -> None:
-        """Write what is sent to a shard into memory like it.
+    def write_x(self, shard: int, out: Bytes, pieces: slice) -> None:
+        """Write some pieces of what a worker contributes to a round, `x` itself, to a shard's room.
 
         Raises:
             NonFiniteError: it is not finite.
         """
-        for block in self._blocks[shard]:
-            self._write(block, self._parts[shard].view(block.run, out))
+        x = self.local.x[self._places[shard]]
+        for piece in self.pieces[shard][pieces]:
+            for block in self._blocks[shard][piece.blocks]:
+                self._message(block)
+            np.copyto(out[piece.place], x[piece.place])
 
     def fill(self, shard: int, piece: Piece, slot: Bytes) -> None:
         """Write a piece of what is sent into a slot.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 _ORDERED = platform.machine() in ("x86_64", "AMD64")
 _PAUSE = 2e-4  # seconds between two looks for the next piece
 _LOOK = 0.2  # seconds without one after which we look what became of the call
-MARKS = 16  # bytes behind a center that is lent: the last round it is of, and the pieces of it
+MARKS = 16  # bytes behind memory that is lent: the last round it is of, and the pieces of it
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class Offer:
     """What a shard lends to a worker.
 
     Args:
-        room: for what it contributes.
-        center: with the marks behind it.
+        room: for what it contributes, and its marks.
+        center: the center, and its marks.
     """
 
     room: Address
@@ -53,9 +54,8 @@ class _Room:
 
     def __init__(self, offer: Offer) -> None:
         self.offer = offer
-        self.mine = borrow(offer.room, populate=True)
-        memory = borrow(offer.center, populate=True)
-        self.center, self.marks = split(memory)
+        self.mine, self.written = split(borrow(offer.room, populate=True))
+        self.center, self.marks = split(borrow(offer.center, populate=True))
 
 
 class Rooms:
@@ -83,24 +83,34 @@ class Rooms:
         self._rooms.clear()
 
     def contribute(self, parts: Parts, message: Message, number: int) -> None:
-        """Write what is sent, and say so to those shards that are here.
+        """Write what is sent to those shards that are here; they look when they need it.
 
         Raises:
             NonFiniteError: it is not finite.
         """
-        waiting = set(self.near)
-        while waiting:  # again if a shard was started again meanwhile
-            self._enter(waiting - self._rooms.keys(), message.sender)
-            waiting &= self.near
-            for k in waiting:
-                parts.write(k, self._rooms[k].mine)
-            calls = {
-                k: self._member.ask(k, "took", message, number, self._rooms[k].offer.room.token)
-                for k in waiting
-            }
-            waiting = {k for k, call in calls.items() if not call.result()}
-            for k in waiting:
-                self._rooms.pop(k)
+        self._enter(self.near - self._rooms.keys(), message.sender)
+        for room in self._rooms.values():
+            room.written[0] = 0
+        problems: dict[int, BaseException] = {}
+        # One thread alone does not use all of the memory's bandwidth.
+        other = threading.Thread(target=self._write, args=(parts, 1, problems))
+        other.start()
+        self._write(parts, 0, problems)
+        other.join()
+        if problems:
+            raise problems[min(problems)]
+        for room in self._rooms.values():
+            room.written[0] = number
+
+    def _write(self, parts: Parts, half: int, problems: dict[int, BaseException]) -> None:
+        try:
+            with np.errstate(over="raise", invalid="raise", divide="raise"):  # in every thread
+                for k, room in self._rooms.items():
+                    middle = len(parts.pieces[k]) // 2
+                    pieces = slice(middle, None) if half else slice(middle)
+                    parts.write_x(k, room.mine, pieces)
+        except BaseException as error:
+            problems[half] = error
 
     def contributed(self, shard: int) -> Bytes:
         """Return what was written for a shard."""

@@ -3,13 +3,14 @@
 A worker sends its message to every shard and then tells the head. The head closes the round over
 those who did, and everybody takes the mean of these from the shards, which make it when they are
 first asked. A worker that dies between two shards has told the head nothing: what it sent does not
-count.
+count. Who was in a round is in the next: it need not ask which that is.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,7 @@ class Rounds:
 
     def __init__(self, member: ServedMember) -> None:
         self._member = member
-        self._contributors: list[int] = []  # of the last round
+        self._next = 0  # round that we are in, if we know
         self._rooms: Rooms | None = None
 
     def forget_rooms(self) -> None:
@@ -41,26 +42,24 @@ class Rounds:
 
     def exchange(self, parts: Parts) -> None:
         """Take part in one round."""
-        number = 0
-        done = False
+        number, self._next = self._next, 0
         try:
-            while not done:
-                number = self._begin()
+            while not self._next:
+                number = number or self._begin()
                 message = self._contribute(parts, number)
-                # It may have been closed without us meanwhile; then we are in the next.
-                done = self._settle(number, contributed=True)
-                if not done:
+                contributors = self._close(number)
+                if contributors is not None:
+                    self._reduce(parts, message, number, contributors)
+                    self._next = number + 1
+                else:  # it was closed without us meanwhile; then we are in the next
                     self.forget_rooms()
-            done = False
-            self._member.wait(lambda seconds: self._closed(number, seconds), f"round {number}")
-            self._reduce(parts, message, number)
-            done = True
+                    number = 0
         finally:
-            if not done:
+            if not self._next:
                 self.forget_rooms()
-            if number and not done and not self._member.left:
+            if number and not self._next and not self._member.left:
                 with contextlib.suppress(CenterError):
-                    self._settle(number, contributed=False)
+                    self._member.ask_as_member("withdraw", number)
 
     def _begin(self) -> int:
         """Return the round to contribute to, after waiting for the one we have no part in."""
@@ -97,22 +96,31 @@ class Rounds:
             call.result()
         return head
 
-    def _settle(self, number: int, contributed: bool) -> bool:
-        return bool(self._member.ask_as_member("settle", number, contributed))
+    def _close(self, number: int) -> list[int] | None:
+        """Say that we have contributed, and wait until the round is closed.
 
-    def _closed(self, number: int, seconds: float) -> list[int]:
-        closed, ranks = self._member.ask_head("closed", number, seconds)
-        if closed:
-            self._contributors = ranks
-            return []
-        # Should the head have been started again, or have taken us for dead, it does not know.
-        self._settle(number, contributed=True)
-        return list(ranks) or [self._member.rank]
+        Returns:
+            Who has; none if it is not known any more. None if it was closed before.
+        """
+        found: list[list[int] | None] = []
 
-    def _reduce(self, parts: Parts, message: Message, number: int) -> None:
+        def contribute(seconds: float) -> list[int]:
+            answer = self._member.ask_as_member("contribute", number, seconds)
+            closed, ranks = answer or (True, None)
+            if closed:
+                found.append(ranks)
+                return []
+            return ranks or [self._member.rank]
+
+        self._member.wait(contribute, f"round {number}")
+        return found[0]
+
+    def _reduce(
+        self, parts: Parts, message: Message, number: int, contributors: Sequence[int]
+    ) -> None:
         """Take a round's mean from every shard."""
         member, rooms = self._member, self._rooms_for(parts)
-        asked = number, self._contributors, message.sender
+        asked = number, contributors, message.sender
         calls = {
             k: member.ask(k, "mean" if k in rooms.near else "reduce", *asked)
             for k in range(len(parts.sizes))
@@ -128,18 +136,18 @@ class Rounds:
                 answer = member.ask(k, "reduce", *asked).result()
             if isinstance(answer, list):
                 sent = rooms.contributed(k) if k in rooms.near else parts.data(k)
-                answer = self._reduce_again(k, replace(message, data=sent), number)
+                again = replace(message, data=sent)
+                answer = self._reduce_again(k, again, number, contributors)
             parts.adopt_mean(k, answer.data)
-            if call.was_lost:
+            if k in rooms.near or call.was_lost:
                 rooms.look_again(k)
 
-    def _reduce_again(self, k: int, message: Message, number: int) -> Reply:
+    def _reduce_again(self, k: int, message: Message, number: int, asked: Sequence[int]) -> Reply:
         """Take the mean from a shard that was started again: what it had been sent is gone.
 
         We send our message again, and so do those who wait as we do. The others have gone on with
         the mean that it gave them, and are left out of this one.
         """
-        asked = self._contributors
         waited = time.monotonic()
         while True:
             self._member.ask(k, "contribute", message, number).result()

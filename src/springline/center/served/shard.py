@@ -120,7 +120,7 @@ class Shard:
         """Take a worker's message for a round; return the last round that was reduced."""
         self._check(message.sender)
         with self._table:
-            self._slots.take(message, number)
+            self._slots.take(message.sender, message.data, number)
             return self._slots.reduced
 
     def reduce(self, number: int, contributors: Sequence[int], sender: Sender) -> Reply | list[int]:
@@ -129,7 +129,7 @@ class Shard:
         Args:
             number: of the round.
             contributors: whose messages it is the mean of; none if that is not known any more:
-                of those that are here.
+                of those that are here, with whoever asks.
             sender: who asks.
 
         Returns:
@@ -137,7 +137,7 @@ class Shard:
         """
         self._check(sender)
         with self._turn:
-            missing = self._reduce(number, contributors)
+            missing = self._reduce(number, contributors, sender.rank)
             if missing:
                 return missing
             self._note(sender)
@@ -182,20 +182,18 @@ class Shard:
             header = here | self._book.to_json()
             return header, {"center": self._center.copy(), "state": self._state.copy()}
 
-    def _reduce(self, number: int, contributors: Sequence[int]) -> list[int]:
+    def _reduce(self, number: int, contributors: Sequence[int], asker: int) -> list[int]:
         """Reduce a round, unless that is done; return whose messages are not here."""
         if self._slots.reduced >= number:
             return []
         with self._table:
-            messages = self._slots.of_round(number, contributors)
+            messages = self._slots.of_round(number, contributors, asker)
         if isinstance(messages, list):
             return messages
-        data = [message.data for message in messages.values()]
         try:
             for piece in range(self._merger.pieces):
                 self._mark(number, piece)
-                if data:  # else all that was sent is gone; the center stays as it is
-                    self._merger.merge_round(data, piece)
+                self._merger.merge_round(list(messages.values()), piece)
         except BaseException:
             self._mark(0, 0)
             raise

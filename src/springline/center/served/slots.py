@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from springline.center.served.messages import Message
+from springline.center.layout import Bytes
+from springline.center.served.messages import Sender
 
 
 class Slots:
@@ -16,29 +17,32 @@ class Slots:
 
     def __init__(self, reduced: int = 0) -> None:
         self.reduced = reduced
-        self._messages: dict[int, dict[int, Message]] = {}  # by round and rank
+        self._kept: dict[int, dict[int, tuple[Sender, Bytes]]] = {}  # by round and rank
 
-    def take(self, message: Message, number: int) -> None:
-        """Keep a worker's message for a round, unless a later one of its is here."""
+    def take(self, sender: Sender, data: Bytes, number: int) -> None:
+        """Keep what a worker has sent for a round, unless something later of its is here."""
         if number > self.reduced:
-            slots = self._messages.setdefault(number, {})
-            known = slots.get(message.sender.rank)
-            if known is None or known.sender.at <= message.sender.at:
-                slots[message.sender.rank] = message
+            slots = self._kept.setdefault(number, {})
+            known = slots.get(sender.rank)
+            if known is None or known[0].at <= sender.at:
+                slots[sender.rank] = sender, data
 
-    def of_round(self, number: int, contributors: Sequence[int]) -> dict[int, Message] | list[int]:
+    def of_round(
+        self, number: int, contributors: Sequence[int], asker: int
+    ) -> dict[int, Bytes] | list[int]:
         """Return the messages of a round, by rank; or the ranks whose are not here.
 
         Args:
             number: of the round.
             contributors: who is in it; none if that is not known: who is here.
+            asker: who is in it for certain.
         """
-        slots = self._messages.get(number, {})
-        wanted = list(contributors) or sorted(slots)
+        slots = self._kept.get(number, {})
+        wanted = list(contributors) or sorted({*slots, asker})
         missing = [rank for rank in wanted if rank not in slots]
-        return missing or {rank: slots[rank] for rank in wanted}
+        return missing or {rank: slots[rank][1] for rank in wanted}
 
     def forget(self, number: int) -> None:
         """Let go of a round that is reduced now, and of those before it."""
         self.reduced = number
-        self._messages = {n: kept for n, kept in self._messages.items() if n > number}
+        self._kept = {n: kept for n, kept in self._kept.items() if n > number}
