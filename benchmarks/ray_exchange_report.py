@@ -151,7 +151,7 @@ case: workers that train come when they come.
 Between processes of one machine Ray sends nothing: a put is a copy, a get is none, and so the
 least is two copies. With a shard on the worker's own machine an exchange sends no whole messages
 either. Under **elastic averaging and AGN** they go through memory that the worker lends, a piece of
-1 MB at a time, which the shard merges and answers while it is in cache, and while the worker fills
+2 MB at a time, which the shard merges and answers while it is in cache, and while the worker fills
 the next. Under **averaging** the shard lends: a worker writes `x` into a room of its own, and when
 the round is closed it copies the mean out of the center itself, while the shard still makes the
 rest of it. That is one pass more than the others need, and shows most where there is one worker and

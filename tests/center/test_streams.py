@@ -24,7 +24,7 @@ from springline.center.served.parts import Parts
 from springline.center.served.peer import PeerLostError
 
 WORKERS = 3
-SIZE = 6_000_000  # of each shard several rings full
+SIZE = 9_000_000  # of each shard two rings full, and more
 VALUES = {"w": np.zeros(SIZE, np.float32)}
 RULE = ElasticAverage(workers=WORKERS, period=1, moving_rate=0.25)
 

@@ -20,10 +20,10 @@ from springline.center import lent
 from springline.center.layout import Bytes, Run
 from springline.center.lent import Lent, borrow, open_of
 
-SLOT = 1024 * 1024  # bytes: four blocks, which stay in cache on their way there and back
-LARGEST = 16 * SLOT  # of a slot, where a block is a whole parameter
+SLOT = 2 * 1024 * 1024  # bytes: eight blocks, which stay in cache on their way there and back
+LARGEST = 8 * SLOT  # of a slot, where a block is a whole parameter
 SLOTS = 4  # pieces that may be under way at once
-SMALL = SLOT * SLOTS  # bytes of a part that is sent as a message, wherever the shard is
+SMALL = 2 * SLOT  # bytes of a part that is sent as a message, wherever the shard is
 # Answers other than the number of blocks that were applied; the slot then holds the center now.
 AGAIN = 255  # it was applied before
 REFUSED = 254  # it was refused before
