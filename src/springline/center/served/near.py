@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from springline.center import lent
 from springline.center.layout import Bytes, Run
-from springline.center.lent import Lent, borrow, open_of
+from springline.center.lent import Lent, open_of
 
 SLOT = 2 * 1024 * 1024  # bytes: eight blocks, which stay in cache on their way there and back
 LARGEST = 8 * SLOT  # of a slot, where a block is a whole parameter
@@ -102,15 +102,19 @@ class Ring:
 class Guest:
     """The shard's side, to be used in a `with`.
 
+    Args:
+        address: the worker's.
+        memory: that of the slots, as it is borrowed.
+
     Raises:
         OSError: the worker cannot be reached like this.
     """
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, memory: Bytes) -> None:
         self._process = address.memory.process
         self._there = address.there
         self._ends: list[int] = []
-        self.slots = _slots(borrow(address.memory, populate=True))
+        self.slots = _slots(memory)
         try:
             self._hears = self._open(*address.there, os.O_RDONLY)
             self._says = self._open(*address.back, os.O_WRONLY)

@@ -31,6 +31,7 @@ class NearShard(Shard):
     def __init__(self, *arguments: Any) -> None:
         self._lent: Lent | None = None  # the center, for rounds
         self._rooms: dict[int, tuple[Sender, Lent]] = {}  # by rank: who asked for it
+        self._borrowed: dict[int, tuple[str, Bytes]] = {}  # by rank, with its token
         super().__init__(*arguments)
 
     def stream(self, message: Message, before: bool, address: Address) -> bool:
@@ -128,7 +129,7 @@ class NearShard(Shard):
         """Do something in a worker's memory, until it leaves; False if that is not possible."""
         self._check(sender)
         try:
-            guest = Guest(address)
+            guest = Guest(address, self._borrow(sender.rank, address.memory))
         except OSError:
             return False
         try:
@@ -136,6 +137,14 @@ class NearShard(Shard):
                 return do(guest)
         except LeftError:
             return True
+
+    def _borrow(self, rank: int, address: lent.Address) -> Bytes:
+        """Return memory that a worker lends again and again; it is kept until there is other."""
+        token, memory = self._borrowed.get(rank, ("", None))
+        if memory is None or token != address.token:
+            memory = lent.borrow(address, populate=True)
+            self._borrowed[rank] = address.token, memory
+        return memory
 
     def _stream(self, message: Message, before: bool, guest: Guest) -> bool:
         sender, count = message.sender, self._merger.pieces
