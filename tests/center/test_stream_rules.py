@@ -8,6 +8,7 @@ import threading
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from springline import AGN, ModelAverage, Worker
 from springline.center import Layout, NonFiniteError, RoundTimeoutError, lent
 from springline.center.errors import TakenOverError
 from springline.center.plan import Plan, arrays_of
-from springline.center.served import near, stream
+from springline.center.served import near, rooms, stream
 from springline.center.served.merger import Merger
 from springline.center.served.messages import Message, Sender
 from springline.center.served.parts import Parts
@@ -38,7 +39,6 @@ class Whole(SGD):
     """An outer optimizer that wants to see whole parameters."""
 
     elementwise = False
-    in_place = False
 
     def step(self, name, c, g, state, rate, work):
         assert c.shape == g.shape == VALUES[name].shape
@@ -296,10 +296,12 @@ def test_a_room_that_may_still_be_read_is_not_used_again(serve):
     one.member._rounds._contribute(Parts(one.center.plan, one.center.parts, rule, 0, one.local), 3)
     np.testing.assert_array_equal(kept, 1)
     assert len(shard._rooms) == 1
-    one.member.leave()
     other.parameters["w"][:] = 5
-    other.exchange()
-    np.testing.assert_array_equal(other.center.values()["w"], 5)
+    sender = other.member._rounds._contribute(
+        Parts(other.center.plan, other.center.parts, rule, 1, other.local), 1
+    ).sender
+    assert shard.mean(1, [0, 1], sender)[1] == 1
+    np.testing.assert_array_equal(other.center.values()["w"], 3)
 
 
 def test_a_shard_is_started_again_between_contribution_and_mean(serve, tmp_path, together):
@@ -372,13 +374,29 @@ def test_a_call_that_was_under_way_for_long_takes_no_room_away(serve):
     offer = shard.lend(later.sender, lent.machine())
     shard.contribute(earlier, 1)
     assert shard.lend(earlier.sender, lent.machine()) is None
-    assert shard._rooms[0][1].address == offer.room
+    assert shard.lend(later.sender, lent.machine()) == offer
     shard.mean(1, [0], later.sender)  # and so it is this life's now
     with pytest.raises(TakenOverError):
         shard.contribute(replace(earlier, sender=replace(earlier.sender, incarnation=0)), 2)
     assert shard._rooms[0][1].address == offer.room
     shard.contribute(later, 2)
     assert not shard._rooms
+
+
+def test_the_last_exchange_may_be_when_no_thread_can_be_started_any_more(serve, monkeypatch):
+    """Python 3.12 refuses it when the interpreter is about to end."""
+
+    class Refused(threading.Thread):
+        def start(self):
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    rule = ModelAverage(workers=1, period=1)
+    service = serve(rule, {"w": VALUES["w"]}, shards=1)
+    one = worker(service, rule, 0, {"w": VALUES["w"]})
+    one.parameters["w"][:] = np.arange(SIZE)
+    monkeypatch.setattr(rooms, "threading", SimpleNamespace(Thread=Refused))
+    one.exchange()
+    np.testing.assert_array_equal(one.center.values()["w"], np.arange(SIZE))
 
 
 def test_what_was_written_for_the_last_round_is_not_of_this_one(serve, together):

@@ -57,7 +57,6 @@ class _Elementwise:
 
     kind: ClassVar[str]
     elementwise: ClassVar[bool] = True
-    in_place: ClassVar[bool] = False
     at_least_zero: ClassVar[tuple[str, ...]] = ()
     above_zero: ClassVar[tuple[str, ...]] = ()
     below_one: ClassVar[tuple[str, ...]] = ()
@@ -83,6 +82,11 @@ class _Elementwise:
     def state(self, name: str, shape: Shape) -> dict[str, tuple[Shape, float]]:
         return {}
 
+    @property
+    def in_place(self) -> bool:
+        """Most need `g` to the end."""
+        return False
+
     def advance(self, state: State) -> None:
         """Most have no step count."""
 
@@ -97,7 +101,11 @@ class SGD(_Elementwise):
     """`c ← c − ηg`."""
 
     kind: ClassVar[str] = "sgd"
-    in_place: ClassVar[bool] = True
+
+    @property
+    def in_place(self) -> bool:
+        """Unless another step has taken the place of this one."""
+        return type(self).step is SGD.step
 
     def step(self, name: str, c: Array, g: Array, state: State, rate: float, work: Array) -> None:
         """Take one step."""

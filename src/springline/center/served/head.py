@@ -173,7 +173,8 @@ class Head(Founding):
 
         Returns:
             Whether it is; and its contributors, none if it is the last and they are not known, or
-            who is waited for. None if it was closed before, without this member.
+            who is waited for. None if it was closed before, without this member, or long ago. Who
+            is taken for dead while it waits has no part in it, and gets the others' mean.
         """
         before = number <= self._seats.closed
         if not before:

@@ -55,29 +55,30 @@ class NearShard(Shard):
             machine: on which it is.
 
         Returns:
-            None if it is elsewhere, or there is no memory.
+            None if it is elsewhere, if there is no memory, or if it has asked again since.
         """
         self._check(sender)
         if self._lent is None or machine != lent.machine():
             return None
-        room = _lend(size_with_marks(len(self._center)))
-        if room is None:
-            return None
         with self._table:
-            if not self._forget_room(sender):
-                return None  # a call that was under way for long
-            self._rooms[sender.rank] = sender, room
-            return Offer(room.address, self._lent.address)
+            asked, room = self._rooms.get(sender.rank, (None, None))
+            if asked is None or asked.at < sender.at:
+                room = _lend(size_with_marks(len(self._center)))
+                if room:
+                    self._forget_room(sender)
+                    self._rooms[sender.rank] = sender, room
+            elif asked.at > sender.at:
+                return None
+            return Offer(room.address, self._lent.address) if room else None
 
-    def _forget_room(self, sender: Sender) -> bool:
+    def _forget_room(self, sender: Sender) -> None:
         """Forget a worker's room, unless it has asked for it later than this."""
-        if sender.rank in self._rooms:
-            asked, room = self._rooms[sender.rank]
-            if asked.at > sender.at:
-                return False
+        asked, room = self._rooms.get(sender.rank, (sender, None))
+        if room and asked.at <= sender.at:
             del self._rooms[sender.rank]
-            room.close()  # a round that still reads it has it
-        return True
+            data, marks = split(room.memory)
+            self._slots.take(asked, data, int(marks[0]))  # its round may still be reduced
+            room.close()
 
     def contribute(self, message: Message, number: int) -> int:
         """Take a worker's message for a round: it has no use for a room."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _ORDERED = platform.machine() in ("x86_64", "AMD64")
 _PAUSE = 2e-4  # seconds between two looks for the next piece
 _LOOK = 0.2  # seconds without one after which we look what became of the call
-MARKS = 16  # bytes behind memory that is lent: the last round it is of, and the pieces of it
+MARKS = 16  # bytes behind memory that is lent: the last round it is of; a center's pieces of it
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,13 @@ class Rooms:
         problems: dict[int, BaseException] = {}
         # One thread alone does not use all of the memory's bandwidth.
         other = threading.Thread(target=self._write, args=(parts, 1, problems))
-        other.start()
+        try:
+            other.start()
+        except RuntimeError:  # from Python 3.12 on, when the interpreter is about to end
+            other.run()
         self._write(parts, 0, problems)
-        other.join()
+        if other.is_alive():
+            other.join()
         if problems:
             raise problems[min(problems)]
         for room in self._rooms.values():
