@@ -70,6 +70,22 @@ def test_a_bad_block_is_not_applied(place, name, value, tensor, index, together)
         assert np.isfinite(c).all()
 
 
+@each("elastic", "agn-sgd")
+def test_steps_that_were_refused_are_made_again(place, name):
+    """Whoever takes the rank's place goes on from its last exchange that was whole."""
+    one = place.worker(VALUES, RULES[name](period=2), buffers=BUFFERS)
+    prepare([one])
+    one.step()
+    one.step()
+    prepare([one])
+    one.step()
+    poison(one, "last", 3, np.nan)
+    with pytest.raises(NonFiniteError):
+        one.step()
+    one.member.leave()
+    assert place.worker(VALUES, RULES[name](period=2), buffers=BUFFERS).start_step == 2
+
+
 @each("average", fixed=("average",))
 def test_a_round_from_which_all_withdraw_is_tried_again(place, name, together):
     workers = place.workers(model(v=[1, 2]), RULES[name](workers=2), timeout=5)

@@ -90,6 +90,21 @@ def test_bad_input_is_refused_in_a_sentence(command, tmp_path, words, sentence):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("by", ["a file", "RAY_ADDRESS"])
+def test_a_cluster_that_ended_without_a_word_is_not_waited_for(command, tmp_path, monkeypatch, by):
+    if by == "a file":
+        (tmp_path / "ray").mkdir()
+        (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:1\n")
+        monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    else:
+        monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    refused = command("run", "--address", "auto", TRAINING)
+    assert refused.process.returncode == 2
+    sentence = "There is no Ray cluster at 127.0.0.1:1, which Ray takes for the last one of this"
+    assert sentence in refused.output
+
+
 def test_without_ray_the_extra_is_named(command, tmp_path):
     (tmp_path / "without" / "ray.py").write_text("raise ImportError('it is not here')")
     refused = command("run", "--address", "auto", TRAINING)

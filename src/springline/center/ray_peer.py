@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from springline.center.errors import CenterError, EndedError
@@ -60,7 +63,12 @@ class RayPeer:
 
     def ask(self, method: str, *arguments: Any) -> _Pending:
         """Begin a call."""
+        self._check_connected()
         return _Pending(self, getattr(self._handle, method).remote(*arguments))
+
+    def _check_connected(self) -> None:
+        if not ray.is_initialized():  # Ray would connect anew, when the interpreter is about to end
+            raise EndedError("This process has left the Ray cluster. Start it again.")
 
     async def answer(self, method: str, *arguments: Any) -> Any:
         """Make a call, again and again while the actor is away, from another actor."""
@@ -75,6 +83,7 @@ class RayPeer:
 
     def tell(self, method: str, *arguments: Any) -> None:
         """Make a call whose answer nobody waits for."""
+        self._check_connected()
         getattr(self._handle, method).options(num_returns=0).remote(*arguments)
 
     def has_restarted(self, life: str) -> bool:
@@ -163,6 +172,15 @@ def _get(ref: Any, deadline: float) -> Any:
     return ray.get(ref)
 
 
+def _recorded() -> str | None:
+    """Return what `auto` stands for, if that is written down somewhere."""
+    folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    found = os.environ.get("RAY_ADDRESS")
+    with contextlib.suppress(OSError):
+        found = found or Path(folder, "ray", "ray_current_cluster").read_text("utf-8").strip()
+    return None if found == "auto" else found or None
+
+
 def connect(address: str | None = None) -> None:
     """Connect this process to a Ray cluster, unless it is.
 
@@ -172,13 +190,16 @@ def connect(address: str | None = None) -> None:
     if ray.is_initialized():
         return
     address = address or "auto"
-    where = "on this machine" if address == "auto" else f"at {address}"
+    there = _recorded() if address == "auto" else address
+    where = f"at {there}" if there else "on this machine"
+    if there != address and there:
+        where += ", which Ray takes for the last one of this machine (`ray stop` forgets it)"
     nobody = CenterError(
         f"There is no Ray cluster {where}. Start one with `ray start --head` on one machine and "
         "`ray start --address HOST:6379` on the others, or give the address of one that runs."
     )
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if address != "auto":
+    if there:  # Ray itself would try for minutes
+        host, _, port = there.removeprefix("ray://").rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
         except (OSError, ValueError) as error:

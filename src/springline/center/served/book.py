@@ -128,9 +128,9 @@ class Book:
                 done = sender.steps, sender.exchanges
                 self._rows[sender.rank] = Row(*sender.at, *done, seconds=float(sender.seconds))
 
-    def discount(self, rank: int, at: At, exchanges: int) -> None:
-        """Do not count a rank's last exchange."""
+    def discount(self, rank: int, at: At, steps: int, exchanges: int) -> None:
+        """Do not count a rank's last exchange, nor the steps that it was to bring."""
         with self._table:
             row = self._rows.get(rank, Row())
             if (row.incarnation, row.number) == tuple(at):
-                self._rows[rank] = replace(row, exchanges=exchanges)
+                self._rows[rank] = replace(row, steps=steps, exchanges=exchanges)

@@ -166,8 +166,9 @@ class ServedMember(Member):
             if call.was_lost:
                 streams.look_again(k)
         if refused:
+            before = self._row.steps, self._row.exchanges
             for k in range(len(peers)):
-                self.ask(k, "discount", self.rank, head.sender.at, self._row.exchanges).result()
+                self.ask(k, "discount", self.rank, head.sender.at, *before).result()
             raise refused
 
     def message(self, local: Local) -> Message:

@@ -112,9 +112,9 @@ class Shard:
         """Forget the reply to an exchange, which its worker has."""
         self._replies.forget(rank, at)
 
-    def discount(self, rank: int, at: tuple[int, int], exchanges: int) -> None:
+    def discount(self, rank: int, at: tuple[int, int], steps: int, exchanges: int) -> None:
         """Do not count a worker's last exchange, some of whose blocks were refused."""
-        self._book.discount(rank, at, exchanges)
+        self._book.discount(rank, at, steps, exchanges)
 
     def contribute(self, message: Message, number: int) -> int:
         """Take a worker's message for a round; return the last round that was reduced."""
