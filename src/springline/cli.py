@@ -75,7 +75,8 @@ def run(
     center_shards: Annotated[
         int | None,
         typer.Option(
-            help="Into how many the center is cut; by default one per machine, at least two.",
+            help="Into how many the center is cut; by default one per machine, at least two, "
+            "and fewer for a small model.",
             metavar="S",
             rich_help_panel=_CLUSTER,
         ),

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from dataclasses import dataclass
@@ -40,6 +41,23 @@ def name(cluster):
 def make(name, rule=RULE, values=VALUES, **options):
     options = {"shards": 2} | options
     return RayCenter.create_or_join(name, Layout.of(values), rule, values, **options)
+
+
+def test_a_process_that_has_left_the_cluster_does_not_join_it_anew(name, monkeypatch):
+    """Its threads may outlive the connection when the interpreter is about to end."""
+    worker = Worker(VALUES, RULE, make(name), 0)
+    head = worker.center.head
+    with monkeypatch.context() as patch:
+        patch.setattr(ray, "is_initialized", lambda: False)
+        for call in (head.ask, head.tell):
+            with pytest.raises(EndedError, match="This process has left the Ray cluster"):
+                call("look")
+        deadline = time.monotonic() + 10
+        while any(thread.name == "springline beat" for thread in threading.enumerate()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    with pytest.raises(EndedError, match="This process has left the Ray cluster"):
+        worker.exchange()
 
 
 @pytest.mark.parametrize("run", ["elastic-momentum-rho", "agn-momentum"])
