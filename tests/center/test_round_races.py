@@ -103,6 +103,36 @@ def test_a_new_worker_waits_until_nobody_reads_its_predecessors_slot():
     center.close()
 
 
+def test_nobody_uses_a_slot_again_that_a_new_worker_reads(background):
+    """Without locks two may reduce the same shard; the newcomer, in no round yet, is the slower."""
+    center, locals_ = make(use_locking=False)
+    first = center.join(0, RULE)
+    fill(locals_[0], 5)
+    first.exchange(locals_[0])
+    newcomer = center.join(1, RULE)
+    center.memory.reduced[:] = 0  # as the newcomer finds it, a little earlier
+    reduce, reads, go_on = newcomer._rounds._reduce_shard, threading.Event(), threading.Event()
+
+    def slow_reduce(*arguments):
+        reads.set()
+        assert go_on.wait(20)
+        reduce(*arguments)
+
+    newcomer._rounds._reduce_shard = slow_reduce
+    fill(locals_[0], 100)
+    fill(locals_[1], 200)
+    second = background(lambda: newcomer.exchange(locals_[1]))
+    assert reads.wait(20)
+    again = background(lambda: first.exchange(locals_[0]))
+    with pytest.raises(TimeoutError):
+        again.result(0.3)
+    assert LAYOUT.views(center.memory.slots[0])["w"].tolist() == [5] * 4
+    go_on.set()
+    for exchange in (again, second):
+        exchange.result(20)
+    assert held(locals_[0]) == held(locals_[1]) == [150] * 4
+
+
 def test_the_start_waits_for_who_is_still_joining(background, monkeypatch):
     """A rank that is held but not yet in the rounds would miss the first one."""
     center, _ = make()

@@ -52,7 +52,7 @@ class Rounds:
             self._row[CONTRIBUTED] = self._row[ADOPTED] = 0
             self._row[SETTLED] = this if self._contributors(this) else this - 1
         self._centers = centers
-        self._reduce(None)
+        self._help()
 
     def exchange(self, shards: list[list[Block]], local: Local) -> None:
         """Take part in one round."""
@@ -94,7 +94,7 @@ class Rounds:
     def _my_round(self) -> int:
         """Return the round to contribute to, after waiting for the one we have no part in."""
         if self._new:
-            self._reduce(None)
+            self._help()
         if self._new or not self._center.plan.use_locking:
             # Somebody may still be reading our slot: our predecessor's, or without locks also our
             # own, since then two may reduce the same shard.
@@ -170,6 +170,13 @@ class Rounds:
             members[contributors] = this
             self._memory.head[CLOSED] = this
 
+    def _help(self) -> None:
+        """Finish a round of others, who wait for us before they use their slots again."""
+        try:
+            self._reduce(None)
+        finally:
+            self._row[ADOPTED] = self._row[CONTRIBUTED]
+
     def _reduce(self, shards: list[list[Block]] | None) -> None:
         """Reduce the shards of the closed round that nobody has reduced yet.
 
@@ -181,6 +188,8 @@ class Rounds:
         with self._locks.hold(ROUND):
             this = int(self._memory.head[CLOSED])
             members = np.flatnonzero(self._memory.ranks[:, MEMBER_OF] == this)
+            if shards is None:
+                self._row[CONTRIBUTED], self._row[ADOPTED] = this, this - 1
         slots = [self._memory.slots[r] for r in members]
         reduced, n = self._memory.reduced, len(self._centers)
         first = self._member.rank * n // self._center.plan.workers
