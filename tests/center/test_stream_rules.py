@@ -254,27 +254,51 @@ def message(rank, number, value):
     return Message(sender, data, 1, np.ones(2, bool), np.ones(2))
 
 
-def test_nobody_adopts_pieces_of_two_rounds(serve, monkeypatch):
+def test_nobody_adopts_pieces_of_two_rounds(serve, monkeypatch, together):
     """A round that begins while we adopt the last one: we take the whole of it, as a message."""
-    rule = ModelAverage(workers=2, period=1)
+    rule = ModelAverage(workers=3, period=1)
     service = serve(rule, {"w": VALUES["w"]}, shards=1)
     shard = service.shards[0].target
-    one = worker(service, rule, 0, {"w": VALUES["w"]})
+    one, other = (worker(service, rule, rank, {"w": VALUES["w"]}) for rank in range(2))
     plain, adopted = Parts.adopt_mean, []
 
     def adopt(parts, *arguments):
-        adopted.append(arguments)
         plain(parts, *arguments)
-        if len(adopted) == 1:
-            shard.contribute(message(1, 2, 7.0), 2)
-            shard.reduce(2, [1], message(1, 2, 0).sender)
+        if parts.local is one.local:
+            adopted.append(arguments)
+        if parts.local is one.local and len(adopted) == 1:
+            shard.contribute(message(2, 2, 7.0), 2)
+            shard.reduce(2, [2], message(2, 2, 0).sender)
 
     monkeypatch.setattr(Parts, "adopt_mean", adopt)
     asked = asked_of(service)
     one.parameters["w"][:] = 3
+    together(one.exchange, other.exchange)
+    np.testing.assert_array_equal(one.parameters["w"], 7)
+    assert "reduce" in asked
+
+
+def test_who_is_alone_in_a_round_has_its_mean(serve, monkeypatch):
+    """It need not adopt it, unless the shard has gone on meanwhile."""
+    rule = ModelAverage(workers=2, period=1)
+    service = serve(rule, {"w": VALUES["w"]}, shards=1)
+    shard = service.shards[0].target
+    one = worker(service, rule, 0, {"w": VALUES["w"]})
+    one.parameters["w"][:] = np.arange(SIZE)
+    with monkeypatch.context() as patch:
+        patch.setattr(Parts, "adopt_mean", lambda *_: pytest.fail("it has it"))
+        one.exchange()
+    for values in (one.parameters["w"], one.center.values()["w"]):
+        np.testing.assert_array_equal(values, np.arange(SIZE))
+
+    def go_on(method):
+        if method == "mean":
+            shard.contribute(message(1, 3, 7.0), 3)
+            shard.reduce(3, [1], message(1, 3, 0).sender)
+
+    service.shards[0].disturb = go_on
     one.exchange()
     np.testing.assert_array_equal(one.parameters["w"], 7)
-    assert asked.count("reduce") == 1
 
 
 def test_a_room_that_may_still_be_read_is_not_used_again(serve):

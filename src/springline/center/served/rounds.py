@@ -125,13 +125,16 @@ class Rounds:
             k: member.ask(k, "mean" if k in rooms.near else "reduce", *asked)
             for k in range(len(parts.sizes))
         }
-        near = {k: call for k, call in calls.items() if k in rooms.near}
+        alone = contributors == [member.rank]  # the mean of one is what it has sent
+        near = {k: call for k, call in calls.items() if k in rooms.near and not alone}
         adopted = rooms.follow(parts, near, number)
         for k, call in calls.items():
             answer = call.result()
             if isinstance(answer, tuple):
                 _, last = answer
-                if rooms.adopt(parts, k, adopted[k] if last == number else 0, *answer):
+                if alone and last == number:
+                    continue
+                if rooms.adopt(parts, k, adopted.get(k, 0) if last == number else 0, *answer):
                     continue
                 answer = member.ask(k, "reduce", *asked).result()
             if isinstance(answer, list):
