@@ -17,7 +17,7 @@ from springline.center import Layout
 from springline.center.ray import RayCenter
 from springline.rules import SGD
 
-VALUES = {"w": np.zeros(4_000_000, np.float32)}
+VALUES = {"w": np.zeros(8_000_000, np.float32)}  # of each shard two rings full
 RULE = ElasticAverage(workers=2, period=1, moving_rate=0.25)
 RULES = {
     "elastic": RULE,
@@ -105,7 +105,7 @@ from springline.center.ray import RayCenter
 from springline.center.served.parts import Parts
 
 center = RayCenter.open(sys.argv[1])
-values = {"w": np.zeros(4_000_000, np.float32)}
+values = {"w": np.zeros(8_000_000, np.float32)}
 worker = Worker(values, ElasticAverage(workers=2, moving_rate=0.25, period=1), center, 1)
 adopt, pieces = Parts.adopt_piece, []
 
