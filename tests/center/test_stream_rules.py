@@ -369,6 +369,32 @@ def test_a_round_asks_the_head_once_and_each_shard_once(serve, together):
     assert of_shards.count("mean") == 3 * WORKERS * len(service.shards)
 
 
+def test_a_shard_dies_when_it_has_just_lent_a_room(serve, monkeypatch):
+    """What it has lent cannot be reached; the next round goes through memory again."""
+    rule = ModelAverage(workers=1, period=1)
+    service = serve(rule)
+    one = worker(service, rule)
+    calls = []
+
+    def lose(method):
+        calls.append(method)
+        if calls.count("contribute") == 1 and method == "contribute":
+            raise PeerLostError("the shard has died")
+
+    def fail(*_, **__):
+        raise OSError("no such process")
+
+    service.shards[0].disturb = lose
+    with monkeypatch.context() as patch:
+        patch.setattr(rooms, "borrow", fail)
+        one.exchange()
+    assert one.member._rounds._rooms.near == {0}  # the other cannot be reached, and has not died
+    one.parameters["w"][:] = 3
+    one.exchange()
+    np.testing.assert_array_equal(one.center.values()["w"], 3)
+    assert calls == ["lend", "contribute", "contribute", "reduce", "lend", "mean", "read"]
+
+
 def test_a_shard_is_started_again_between_two_rounds(serve, tmp_path, together):
     """No call is lost by that; what is written into rooms of its last life is not there."""
     rule = RULES["average"]

@@ -34,6 +34,7 @@ class Rounds:
         self._member = member
         self._next = 0  # round that we are in, if we know
         self._rooms: Rooms | None = None
+        self._lost: set[int] = set()  # shards that were, while we contributed
 
     def forget_rooms(self) -> None:
         """Use no memory again that a round may still read."""
@@ -86,14 +87,16 @@ class Rounds:
         head, near = member.message(parts.local), set(rooms.near)
         far = set(range(len(parts.sizes))) - near
 
-        def send(shards: set[int]) -> list[Call]:
+        def send(shards: set[int]) -> dict[int, Call]:
             messages = {k: replace(head, data=parts.data(k)) for k in shards}
-            return [member.ask(k, "contribute", message, number) for k, message in messages.items()]
+            return {k: member.ask(k, "contribute", m, number) for k, m in messages.items()}
 
         calls = send(far)
         rooms.contribute(parts, head, number)
-        for call in [*calls, *send(near - rooms.near)]:
+        calls |= send(near - rooms.near)
+        for call in calls.values():
             call.result()
+        self._lost = {k for k, call in calls.items() if call.was_lost}
         return head
 
     def _close(self, number: int) -> list[int] | None:
@@ -142,7 +145,7 @@ class Rounds:
                 again = replace(message, data=sent)
                 answer = self._reduce_again(k, again, number, contributors)
             parts.adopt_mean(k, answer.data)
-            if k in rooms.near or call.was_lost:
+            if k in rooms.near or k in self._lost or call.was_lost:
                 rooms.look_again(k)
 
     def _reduce_again(self, k: int, message: Message, number: int, asked: Sequence[int]) -> Reply:
