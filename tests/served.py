@@ -6,10 +6,13 @@ import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 
+import numpy as np
+
+from springline import Worker
 from springline.center.plan import Plan
 from springline.center.served.center import ServedCenter, first_parts
 from springline.center.served.head import Head
-from springline.center.served.messages import latest
+from springline.center.served.messages import Message, Sender, latest
 from springline.center.served.near_shard import NearShard
 from springline.center.served.peer import Call, NotHereError, PeerLostError
 
@@ -101,6 +104,9 @@ class Service:
     """A head and shards in this process."""
 
     def __init__(self, layout, rule, values, use_locking, restore, shards=SHARDS, storage=None):
+        self.rule = rule
+        names = [entry.name for entry in layout.entries if entry.kind == "parameter"]
+        self.values = {name: values[name] for name in names}
         self.pool, self.loop = ThreadPoolExecutor(32), Loop()
         self.opened = []
         plan = Plan.of(layout, rule, use_locking)
@@ -141,3 +147,17 @@ class Service:
             center.close()
         self.loop.close()
         self.pool.shutdown()
+
+
+def worker(service, rule=None, rank=0, values=None, **options):
+    """A worker with a place at the center."""
+    options = {"synchronous": False, "timeout": 30} | options
+    given = service.values if values is None else values
+    return Worker(given, rule or service.rule, service.open(), rank, **options)
+
+
+def message(rank, number, value=0.0, incarnation=1, size=5):
+    """What a worker sends of up to two parameters."""
+    sender = Sender(rank, incarnation, number, number, number, 0.0)
+    data = np.full(size, value, np.float32).view(np.uint8)
+    return Message(sender, data, 1, np.ones(2, bool), np.ones(2))

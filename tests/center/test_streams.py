@@ -1,26 +1,16 @@
 """Exchanges with shards of the same machine: through memory, piece by piece."""
 
-import os
-import pickle
-import signal
-import subprocess
-import sys
 import threading
-import time
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+from streamed import asked_of, center_of
 
-from served import Lost, Service
+from served import Lost, worker
 from springline import ElasticAverage, Worker
-from springline.center import Layout, NonFiniteError
-from springline.center.errors import TakenOverError
-from springline.center.lent import borrow
+from springline.center import NonFiniteError
 from springline.center.served import stream
-from springline.center.served.messages import Message, Sender
-from springline.center.served.near import SLOT, SLOTS, Guest, Ring
+from springline.center.served.near import SLOT, Guest
 from springline.center.served.parts import Parts
 from springline.center.served.peer import PeerLostError
 
@@ -28,43 +18,6 @@ WORKERS = 3
 SIZE = 9_000_000  # of each shard two rings full, and more
 VALUES = {"w": np.zeros(SIZE, np.float32)}
 RULE = ElasticAverage(workers=WORKERS, period=1, moving_rate=0.25)
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr("springline.center.served.peer._PAUSE", 0.001)
-    monkeypatch.setattr(stream, "_LOOK", 0.05)
-
-
-@pytest.fixture
-def serve():
-    services = []
-
-    def serve(rule=RULE, values=VALUES, buffers=None, **options):
-        given = Layout.of(values, buffers), rule, values | (buffers or {})
-        options = {"use_locking": True, "restore": None, "shards": 2} | options
-        services.append(Service(*given, **options))
-        return services[-1]
-
-    yield serve
-    for service in services:
-        service.close()
-
-
-def worker(service, rule=RULE, rank=0, **options):
-    return Worker(VALUES, rule, service.open(), rank, synchronous=False, **options)
-
-
-def asked_of(service):
-    """The methods of the shards that are called from now on."""
-    asked = []
-    for peer in service.shards:
-        peer.disturb = asked.append
-    return asked
-
-
-def center_of(service):
-    return np.concatenate([p.target.read().data.view(np.float32) for p in service.shards])
 
 
 def noise(*seed):
@@ -297,184 +250,3 @@ def test_a_worker_that_has_no_more_files_sends_messages(serve, monkeypatch, what
     assert "stream" not in asked
     np.testing.assert_array_equal(center_of(service), 1)
     np.testing.assert_array_equal(one.parameters["w"], 3)
-
-
-def message(number=1, incarnation=1, rank=0):
-    nothing = np.empty(0, np.uint8)
-    sender = Sender(rank, incarnation, number, number, number, 0.0)
-    return Message(sender, nothing, 0, np.ones(1, bool), np.ones(1))
-
-
-LENDER = """
-import os, pickle, sys, time
-import numpy as np
-from springline.center.served.near import Ring
-ring = Ring()
-for slot in ring.slots:
-    slot.view(np.float32)[:] = 4
-address = ring.open()
-for _ in range(int(sys.argv[1])):
-    ring.say()
-sys.stdout.buffer.write(pickle.dumps(address))
-sys.stdout.flush()
-if len(sys.argv) > 2:
-    os.fork()  # a child that has the pipes, too
-time.sleep(600)
-"""
-
-
-@pytest.fixture
-def lend():
-    """Start workers that send some pieces and then do nothing."""
-    started = []
-
-    def lend(pieces, *options):
-        command = [sys.executable, "-c", LENDER, str(pieces), *options]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
-        started.append(process)
-        with process.stdout:
-            return process, pickle.load(process.stdout)
-
-    yield lend
-    for process in started:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-@pytest.mark.parametrize("options", [(), ("fork",)])
-def test_a_worker_is_killed_in_the_middle(serve, lend, background, options):
-    service = serve(shards=1)
-    shard = service.shards[0].target
-    process, address = lend(2, *options)
-    waits = background(lambda: shard.stream(message(), False, address))
-    while shard._book.pieces(message().sender) < 2:
-        assert not waits.done()
-    shard.exchange(replaced(message(rank=1), SIZE))  # nobody waits for it
-    process.kill()
-    assert waits.result(20) is True
-    c = shard.read().data.view(np.float32)
-    np.testing.assert_array_equal(c[: 2 * SLOT // 4], 1 * 0.75)
-    np.testing.assert_array_equal(c[2 * SLOT // 4 :], 0)
-    rows, _ = shard.rows()
-    assert (rows[0].exchanges, rows[1].exchanges) == (0, 1)
-
-
-def replaced(message, size):
-    return Message(message.sender, np.zeros(4 * size, np.uint8), 0, message.seen, message.rates)
-
-
-def test_a_worker_that_has_stopped_makes_room_for_its_next_life(serve, lend, background):
-    service = serve(shards=1)
-    shard = service.shards[0].target
-    process, address = lend(SLOTS)
-    waits = background(lambda: shard.stream(message(), False, address))
-    while shard._book.pieces(message().sender) < SLOTS:
-        assert not waits.done()
-    process.send_signal(signal.SIGSTOP)
-    reply = background(lambda: shard.exchange(replaced(message(1, incarnation=2), SIZE))).result(20)
-    assert not reply.forgotten
-    with pytest.raises(TakenOverError, match="Rank 0 has been taken over"):
-        waits.result(20)
-
-
-def test_a_shard_goes_on_in_the_middle_of_an_exchange(serve, tmp_path, lend, background):
-    """It is started again from a checkpoint that has some of the pieces: they are not merged twice.
-
-    The worker sends all that it has had no answer to, through new memory or as a message.
-    """
-    service = serve(shards=1, storage=str(tmp_path / "store"))
-    shard = service.shards[0].target
-    process, address = lend(3)
-    waits = background(lambda: shard.stream(message(), False, address))
-    while shard._book.pieces(message().sender) < 3:
-        assert not waits.done()
-    shard.save()
-    process.kill()
-    waits.result(20)
-    again, third = service.make[0](), service.make[0]()
-    x = np.full(SIZE, 4, np.float32)
-    again.exchange(Message(message().sender, x.view(np.uint8), 0, np.ones(1, bool), np.ones(1)))
-    np.testing.assert_array_equal(again.read().data.view(np.float32), 1)
-    service.shards[0].target = third
-    one = worker(service)
-    one.member._incarnation = 1  # of the worker that was killed
-    one.parameters["w"][:] = 4
-    one.exchange()
-    np.testing.assert_array_equal(center_of(service), 1)
-
-
-def test_an_earlier_life_does_not_come_in_between(serve, lend, background):
-    service = serve(shards=1)
-    shard = service.shards[0].target
-    process, address = lend(3)
-    second = message(incarnation=2)
-    waits = background(lambda: shard.stream(second, False, address))
-    while shard._book.pieces(second.sender) < 3:
-        assert not waits.done()
-    process.kill()
-    waits.result(20)
-    with pytest.raises(TakenOverError, match="Rank 0 has been taken over"):
-        shard.exchange(replaced(message(5, incarnation=1), SIZE))
-    assert shard._book.pieces(second.sender) == 3
-
-
-def test_memory_of_somebody_else_is_refused():
-    ring = Ring()
-    address = ring.open()
-    with Guest(address, borrow(address.memory, populate=True)) as guest:
-        ring.slots[0][:] = 7
-        np.testing.assert_array_equal(guest.slots[0], 7)
-    other = Ring()
-    memory = address.memory
-    for wrong in (
-        {"memory": replace(memory, machine="another")},
-        {"memory": replace(memory, token="0" * 32)},
-        {"memory": replace(memory, number=other.open().memory.number)},
-        {"memory": replace(memory, size=memory.size + 1)},
-        {"memory": replace(memory, process=2**22 + 1)},
-        {"there": (address.there[0], address.there[1] + 1)},
-        {"back": (address.back[0], address.back[1] + 1)},
-    ):
-        before = open_files()
-        there = replace(address, **wrong)
-        with pytest.raises(OSError, match=r"another|gone on|No such"):
-            Guest(there, borrow(there.memory, populate=True))
-        assert open_files() <= before  # what earlier tests have left may go at any time
-    ring.close()
-    other.close()
-
-
-def open_files():
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-@pytest.mark.parametrize("leaves", ["afterwards", "in the middle"])
-def test_nothing_stays_open(serve, monkeypatch, leaves):
-    service = serve()
-    before = open_files()
-    one = worker(service)
-    for _ in range(3):
-        one.exchange()
-
-    def wait_for(count):
-        deadline = time.monotonic() + 10  # the shard may still be about to let go
-        while open_files() > count:
-            assert time.monotonic() < deadline
-
-    kept = len(service.shards)  # by a shard, until the rank has other memory: its mapping
-    wait_for(before + 2 * len(service.shards) + kept)  # the memory, and its mapping
-    if leaves == "in the middle":  # as a signal's handler does
-        adopt = Parts.adopt_piece
-
-        def leave(*arguments):
-            one.member.leave()
-            return adopt(*arguments)
-
-        monkeypatch.setattr(Parts, "adopt_piece", leave)
-        one.exchange()
-    one.member.leave()
-    wait_for(before + kept)
-    again = worker(service)
-    again.exchange()
-    again.member.leave()
-    wait_for(before + kept)

@@ -1,0 +1,33 @@
+"""Fixtures of the suites of served centers."""
+
+import pytest
+
+from served import Service
+from springline.center import Layout
+
+
+@pytest.fixture
+def serve(request, monkeypatch):
+    """`serve(rule, values, buffers)` makes a center in this process; by default of `VALUES`."""
+    monkeypatch.setattr("springline.center.served.peer._PAUSE", 0.001)
+    monkeypatch.setattr("springline.center.served.stream._LOOK", 0.05)
+    services = []
+
+    def serve(rule=None, values=None, buffers=None, **options):
+        rule = rule or request.module.RULE
+        values = request.module.VALUES if values is None else values
+        given = Layout.of(values, buffers), rule, values | (buffers or {})
+        options = {"use_locking": True, "restore": None, "shards": 2} | options
+        services.append(Service(*given, **options))
+        return services[-1]
+
+    yield serve
+    for service in services:
+        service.close()
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Small parts go through memory, too, a block at a time."""
+    monkeypatch.setattr("springline.center.served.near.SMALL", 0)
+    monkeypatch.setattr("springline.center.served.near.SLOT", 2**18)
