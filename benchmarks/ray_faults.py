@@ -113,6 +113,9 @@ them: an exchange has a part in every shard.
 - **A shard's process killed.** Ray starts it again within seconds and it goes on from its last
   checkpoint. Workers repeat what was not answered. Lost is what it had applied since, never more
   than `every`, and what came in while the checkpoint was written.
+  Under averaging workers send again what they had contributed to the round that was open. Should
+  one of them have the mean of it already and have gone on, the shard waits for it for 10 seconds
+  and makes the round of the others: that part of the center is then a mean without it, once.
 - **The head's process killed.** Asynchronous rules need the head for nothing but membership;
   rounds wait for it.
 - **A machine.** Its shards are started again on another one when Ray has declared it dead, which is

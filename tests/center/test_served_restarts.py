@@ -10,9 +10,11 @@ from served import message, worker
 from springline import AGN, ElasticAverage, ModelAverage
 from springline.center import CenterError, CheckpointError
 from springline.center.served.checkpoints import Checkpoints
+from springline.center.served.head import Head
 from springline.center.served.messages import Row
 from springline.center.served.peer import Call
 from springline.center.served.seats import Seat
+from springline.center.served.storage import Storage
 from springline.rules import SGD, Adam
 
 SIZE = 200_000  # several shards
@@ -98,6 +100,20 @@ def test_a_head_that_has_forgotten_the_center_says_so(serve):
     with pytest.raises(CenterError, match="has been trained, but its head was started again"):
         service.shards[0].target.initialise(zeros, zeros[:0])
     np.testing.assert_array_equal(service.shards[0].target.read().data.view(np.float32)[:5], -1)
+
+
+def test_a_storage_belongs_to_one_center(serve, tmp_path):
+    place = str(tmp_path / "store")
+    service = serve(ElasticAverage(), storage=place)
+    Storage(place).write("head", service.description | {"name": "one"})
+
+    def claim(name):
+        service.head.target = Head(None, place, name=name)
+        return Call(service.head, "claim", "somebody").result()
+
+    with pytest.raises(CenterError, match="belongs to the center 'one'; this one is 'other'"):
+        claim("other")
+    assert claim("one")["plan"] == service.description["plan"]
 
 
 def test_only_one_publishes(serve, monkeypatch):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save
 
 from served import Service
 from springline import ElasticAverage, Worker
@@ -114,3 +114,40 @@ def test_a_center_can_be_taken_out_of_its_storage(tmp_path):
     (place / "shard-1.1.safetensors").unlink(missing_ok=True)
     with pytest.raises(CheckpointError, match="no whole checkpoint of shard 1 in"):
         export(str(place), tmp_path / "other.safetensors")
+
+
+def test_an_earlier_life_does_not_write_over_a_later_one(place):
+    """It is cut off, and does not know that another has gone on from its checkpoint."""
+    earlier = Storage(place)
+    earlier.write("shard-0", {"round": 1}, TENSORS)
+    later = Storage(place)
+    assert later.read("shard-0")[0] == {"round": 1}
+    earlier.write("shard-0", {"round": 2}, TENSORS)  # as nobody has written since
+    for number in range(3, 6):
+        later.write("shard-0", {"round": number}, TENSORS)
+        with pytest.raises(CheckpointError, match="written by somebody else by now"):
+            earlier.write("shard-0", {"round": 100}, TENSORS)
+        assert Storage(place).read("shard-0")[0] == {"round": number}
+
+
+def test_a_later_life_is_later_whatever_its_clock_says(place, monkeypatch):
+    earlier = Storage(place)
+    earlier.write("shard-0", {"round": 1})
+    monkeypatch.setattr("time.time_ns", lambda: 5)
+    later = Storage(place)
+    later.read("shard-0")
+    later.write("shard-0", {"round": 2})
+    with pytest.raises(CheckpointError, match="written by somebody else by now"):
+        earlier.write("shard-0", {"round": 3})
+    assert Storage(place).read("shard-0")[0] == {"round": 2}
+
+
+def test_a_storage_of_an_earlier_version_is_gone_on_from(place, monkeypatch):
+    """Its files do not tell in which life they were written."""
+    with monkeypatch.context() as patch:
+        patch.setattr("springline.center.served.storage.save", lambda tensors, _: save(tensors))
+        Storage(place).write("head", {"number": 1})
+    storage = Storage(place)
+    assert storage.read("head") == ({"number": 1}, {})
+    storage.write("head", {"number": 2})
+    assert Storage(place).read("head") == ({"number": 2}, {})

@@ -41,6 +41,7 @@ from springline.rules.rule import Rule
 _log = logging.getLogger("springline")
 __all__ = ["NAMESPACE", "RayCenter", "connect"]
 LINGER = 600.0  # seconds without a member after which a center saves itself and retires
+_CALLS = 1000  # that a head bears at once, beside two of each worker: to wait, and to be heard
 _ENDING = 30.0  # seconds that a head may take to be gone
 _RETIRING = 300.0  # seconds that saving all shards may take
 
@@ -98,7 +99,7 @@ class RayCenter(ServedCenter):
             storage = str(Path(storage).absolute())
         plan = Plan.of(layout, rule, use_locking)
         about, who = (name, storage, grace, linger), uuid.uuid4().hex
-        while (claimed := _claim(about, who))[1] is None:
+        while (claimed := _claim(about, who, plan.workers))[1] is None:
             peer = head_peer(name, claimed[0])
             with _at_it(peer, who), contextlib.suppress(OutrunError):
                 maker = Maker(name, plan, rule, peer, who)
@@ -158,14 +159,14 @@ class RayCenter(ServedCenter):
         raise CenterError(f"The center {self.name!r} could not be saved and ended in time.")
 
 
-def _claim(about: tuple[Any, ...], who: str) -> tuple[Any, Any]:
+def _claim(about: tuple[Any, ...], who: str, workers: int) -> tuple[Any, Any]:
     """Return the head, and what it says of the center; None if that is for us to make.
 
     A head that is just ending, because its center was ended or could not be made, is waited for.
     """
     name, deadline = about[0], 0.0
     while True:
-        head = make_actor(RayHead, head_name(name), 1000, "SPREAD", *about)
+        head = make_actor(RayHead, head_name(name), _CALLS + 2 * workers, "SPREAD", *about)
         try:
             return head, Call(head_peer(name, head), "claim", who).result()
         except EndedError:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
-import sys
 import time
 import uuid
 from collections.abc import Mapping
@@ -35,16 +33,12 @@ _SAVING = 60.0  # seconds that a shard may take to write itself for the last tim
 _FIRST = 120.0  # seconds that the first member may take to come, at least
 _INLINE = 100_000  # bytes that Ray sends along with an answer
 _log = logging.getLogger("springline")
-_MALLOC = ((-1, 2**31 - 1), (-3, 2**30))  # glibc: keep freed memory; reuse it for large arrays
 
 
 class RayShard(NearShard):
     """A shard in an actor."""
 
     def __init__(self, *arguments: Any) -> None:
-        if sys.platform == "linux":
-            for parameter, value in _MALLOC:
-                ctypes.CDLL(None).mallopt(parameter, value)
         self._life = uuid.uuid4().hex
         super().__init__(*arguments)
 
@@ -72,8 +66,7 @@ class RayHead(Head):
     """
 
     def __init__(self, name: str, storage: str | None, grace: float, linger: float) -> None:
-        super().__init__(self._ask_shards, storage, grace)
-        self._name = name
+        super().__init__(self._ask_shards, storage, grace, name)
         self._linger = linger
         self._wanted = time.monotonic()  # when somebody last wanted the center to stay
         self._watch = asyncio.ensure_future(self._retire_when_idle())

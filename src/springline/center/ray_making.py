@@ -59,9 +59,10 @@ class Maker:
             OutrunError: we took so long that it is for another to make now.
         """
         plan = self._plan
-        asked = _how_many(plan, shards)
+        asked = _how_many(plan, shards, saved=storage is not None)
         parts, version, steps = first_parts(plan, values, asked, restore)
         description = {
+            "name": self._name,
             "plan": plan.to_json(),
             "asked": asked,
             "shards": len(parts),
@@ -149,7 +150,7 @@ def digest(layout: Layout, values: Mapping[str, Any]) -> int:
     return digest
 
 
-def _how_many(plan: Plan, shards: int | None) -> int:
+def _how_many(plan: Plan, shards: int | None, saved: bool) -> int:
     """Return into how many shards to cut a center; refuse more than there is memory for."""
     nodes = sum(node["Alive"] for node in ray.nodes())
     held = plan.layout.nbytes + plan.state_nbytes
@@ -159,7 +160,8 @@ def _how_many(plan: Plan, shards: int | None) -> int:
         raise CenterError(f"`shards` must be an integer >= 1. Received: {shards}.")
     memory = ray.cluster_resources().get("memory", 0.0)
     slots = plan.workers if plan.synchronous else 2  # messages and replies on their way
-    needed = len(cut(plan, shards)) * _PROCESS + held + slots * plan.layout.nbytes
+    copies = 2 if saved else 0  # while checkpoints are written, perhaps all at once
+    needed = len(cut(plan, shards)) * _PROCESS + (1 + copies) * held + slots * plan.layout.nbytes
     if needed > memory:
         raise CenterError(
             f"A center of {held / 1e9:.3g} GB in {shards} shards needs about {needed / 1e9:.3g} GB "

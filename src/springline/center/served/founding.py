@@ -19,17 +19,19 @@ class Founding:
 
     Args:
         storage: where it is written down, if anywhere.
+        name: the center's.
 
     Attributes:
         description: what the center is; None before it is made.
         found: whether it was written down before this head was started.
     """
 
-    def __init__(self, storage: str | None) -> None:
+    def __init__(self, storage: str | None, name: str) -> None:
         self.description: dict[str, Any] | None = None
         self.found = False
         self.problem: CenterError | None = None  # with the storage, said to whoever comes
         self._place = storage
+        self._name = name
         self._storage: Storage | None = None
         self._creator: tuple[str, float] | None = None
         self._open()
@@ -94,7 +96,13 @@ class Founding:
         except CenterError as error:
             self.problem = error
             return
-        if written:
+        owner = (written or {}).get("name", self._name)
+        if owner != self._name:
+            self.problem = CenterError(
+                f"The storage {self._place} belongs to the center {owner!r}; this one is "
+                f"{self._name!r}. Give every center a storage of its own, or go on with {owner!r}."
+            )
+        elif written:
             self.description, self.found = {**written, "storage": self._place}, True
 
 

@@ -44,10 +44,17 @@ class Head(Founding):
         ask_rows: asks the shards, of which it is told how many there are, for their rows.
         storage: where it writes down what the center is, if anywhere.
         grace: seconds without a sign of life after which a member counts as dead.
+        name: the center's.
     """
 
-    def __init__(self, ask_rows: AskRows, storage: str | None = None, grace: float = GRACE) -> None:
-        super().__init__(storage)
+    def __init__(
+        self,
+        ask_rows: AskRows,
+        storage: str | None = None,
+        grace: float = GRACE,
+        name: str = "center",
+    ) -> None:
+        super().__init__(storage, name)
         self._ask_rows = ask_rows
         self._grace = grace
         self._seats = Seats(grace)

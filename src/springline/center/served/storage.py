@@ -2,11 +2,16 @@
 
 Every name has two slots that are written in turn, so that the last good one always survives. A slot
 is safetensors with the JSON in it and a checksum, so that one cut short is seen. Never pickle.
+
+Whoever reads a checkpoint to go on from it begins a new life, and whoever wrote it has ended, as
+far as it can tell. Should that one be alive all the same, cut off from the others, it finds that a
+later life has written, and is refused.
 """
 
 from __future__ import annotations
 
 import json
+import time
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +26,7 @@ from springline.center.checkpoint import write_file
 from springline.center.errors import CheckpointError
 
 _HEADER = "header"
+_BEGINNING = 4096  # bytes of a slot, enough for the number and the life it was written in
 Tensors = Mapping[str, NDArray[Any]]
 Saved = tuple[dict[str, Any], dict[str, NDArray[Any]]]  # the JSON and the tensors
 
@@ -35,6 +41,7 @@ class Storage:
     def __init__(self, place: str) -> None:
         self.place = place
         self._written: dict[str, int] = {}  # the number of the last checkpoint of a name
+        self._life = time.time_ns()
         self._fs: Any = None
         if "://" in place:
             try:
@@ -56,15 +63,25 @@ class Storage:
                 raise _cannot("use", place, error) from error
 
     def write(self, name: str, header: Mapping[str, Any], tensors: Tensors | None = None) -> None:
-        """Write a checkpoint into the slot that does not hold the newest one."""
+        """Write a checkpoint into the slot that does not hold the newest one.
+
+        Raises:
+            CheckpointError: it cannot be written, or a later life has.
+        """
         tensors = dict(tensors or {})
-        if name not in self._written:
-            self.read(name)
+        marks = [self._mark(self._slot(name, number)) for number in (0, 1)]
+        if name in self._written and max(life for _, life in marks) > self._life:
+            raise CheckpointError(
+                f"The checkpoints of {name} in {self.place} are written by somebody else by now, "
+                "who has gone on from there. What this one has is not written any more."
+            )
+        if max(number for number, _ in marks) > self._written.get(name, -1):
+            self.read(name)  # for the first time; or an earlier life has written again
         number = self._written.get(name, 0) + 1
         checksum = _checksums(tensors)
         text = json.dumps({"number": number, "checksum": checksum, "header": dict(header)})
         tensors[_HEADER] = np.frombuffer(text.encode(), np.uint8)
-        data = save(tensors)
+        data = save(tensors, {"number": str(number), "life": str(self._life)})
         path = self._slot(name, number)
         if self._fs is None:
             for stale in Path(path).parent.glob(f".{Path(path).name}.*"):  # of who was killed here
@@ -84,10 +101,8 @@ class Storage:
             found = self._read_slot(self._slot(name, number))
             if found and (newest is None or found[0] > newest[0]):
                 newest = found
-        if newest is None:
-            return None
-        self._written[name] = newest[0]
-        return newest[1]
+        self._written[name] = newest[0] if newest else 0
+        return newest[1] if newest else None
 
     def holds(self, name: str) -> bool:
         """Whether there is a checkpoint of a name, whole or not."""
@@ -101,12 +116,9 @@ class Storage:
             raise _cannot("read", self.place, error) from error
 
     def _read_slot(self, path: str) -> tuple[int, Saved] | None:
-        try:
-            data = Path(path).read_bytes() if self._fs is None else self._fs.cat_file(path)
-        except FileNotFoundError:
-            return None
-        except Exception as error:  # each file system has errors of its own
-            raise _cannot("read", path, error) from error
+        data = self._bytes(path)
+        _, life = _mark_in(data)
+        self._life = max(self._life, life + 1)  # clocks differ between machines
         try:
             tensors = load(data)
             values = json.loads(tensors.pop(_HEADER).tobytes())
@@ -116,8 +128,34 @@ class Storage:
         except (SafetensorError, ValueError, KeyError):
             return None  # cut short: the other slot is whole
 
+    def _mark(self, path: str) -> tuple[int, int]:
+        """Return the number and the life of what was last written to a slot, whole or not."""
+        return _mark_in(self._bytes(path, _BEGINNING))
+
+    def _bytes(self, path: str, most: int | None = None) -> bytes:
+        """Return what a file begins with; nothing if it is not there."""
+        try:
+            if self._fs is not None:
+                return bytes(self._fs.cat_file(path, end=most))
+            with Path(path).open("rb") as file:
+                return file.read(-1 if most is None else most)
+        except FileNotFoundError:
+            return b""
+        except Exception as error:  # each file system has errors of its own
+            raise _cannot("read", path, error) from error
+
     def _slot(self, name: str, number: int) -> str:
         return f"{self._root}/{name}.{number % 2}.safetensors"
+
+
+def _mark_in(data: bytes) -> tuple[int, int]:
+    """Return the number and the life that a file was written with; zeros if there are none."""
+    try:
+        end = 8 + int.from_bytes(data[:8], "little")  # as safetensors' format says
+        metadata = json.loads(data[8:end])["__metadata__"]
+        return int(metadata["number"]), int(metadata["life"])
+    except (ValueError, KeyError, TypeError):
+        return 0, 0
 
 
 def _checksums(tensors: Mapping[str, Any]) -> dict[str, int]:
