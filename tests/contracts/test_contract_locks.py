@@ -8,11 +8,14 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+import torch
 from centers import KINDS, model, on
 
 from springline import AGN, Worker
 from springline.center import Layout
-from springline.rules import SGD, Rule
+from springline.rules import SGD, Adagrad, Adam, Momentum, Rule
+from springline.rules.rule import CenterBlock
+from springline.torch.outer import TorchOuter
 
 START = model(v=[0, 0, 0, 0])
 
@@ -57,6 +60,42 @@ def test_threads_lose_updates_only_without_locks(place, use_locking, together):
     together(*[w.exchange for w in workers])
     assert rule.met == [not use_locking] * 2
     np.testing.assert_array_equal(workers[0].center.values()["v"], 2 if use_locking else 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeetingOuter(SGD):
+    """An outer optimizer that tries to meet the other in its step."""
+
+    meet: Callable[[], object]
+    met: list = field(default_factory=list)
+    alone: bool
+
+    def settings(self):
+        return {"kind": "meeting"}
+
+    def step(self, *arguments):
+        Meeting.merge(self, CenterBlock(arguments[1], arguments[5]), (np.float32(1),), 0.0)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@on("asynchronous", "merges_here")
+def test_an_outer_optimizer_that_must_be_alone_is_without_locks_too(place, alone, together):
+    barrier = threading.Barrier(2, timeout=seconds(alone))
+    outer = MeetingOuter(1.0, meet=barrier.wait, alone=alone)
+    workers = place.workers(START, AGN(workers=2, optimizer=outer), use_locking=False)
+    for worker in workers:
+        worker.observe({"v": np.ones(4, np.float32)})
+    together(*[w.exchange for w in workers])
+    assert outer.met == [not alone] * 2
+    np.testing.assert_array_equal(workers[0].center.values()["v"], 2 if alone else 1)
+
+
+def test_who_must_be_alone():
+    """Moments that are from two steps at once throw a parameter far away."""
+    assert [outer(0.1).alone for outer in (SGD, Momentum, Adagrad, Adam)] == [False] * 3 + [True]
+    for kind, alone in ((torch.optim.SGD, False), (torch.optim.AdamW, True)):
+        inner = kind([torch.zeros(1)], lr=0.1)
+        assert TorchOuter(inner, {"v": inner.defaults}).alone == alone
 
 
 @on("asynchronous", "merges_here")

@@ -72,7 +72,8 @@ class Plan:
             if outer and e.kind == "parameter"
             for key, (shape, first) in outer.state(e.name, e.shape).items()
         ]
-        settings = rule.settings() | {"use_locking": use_locking}
+        alone = outer is not None and outer.alone
+        settings = rule.settings() | {"use_locking": use_locking or alone}
         return cls(layout, settings, rule.synchronous, outer is not None, _place(layout, specs))
 
     @property

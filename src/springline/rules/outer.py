@@ -35,6 +35,13 @@ class Outer(Protocol):
     def in_place(self) -> bool:
         """Whether `step` may be given `g` itself as `work`, and leaves the new `c` in it."""
 
+    @property
+    def alone(self) -> bool:
+        """Whether a parameter's steps must be taken one at a time, whatever a center's locks are.
+
+        So it is where state of two steps at once, some from either, makes a step far too large.
+        """
+
     def settings(self) -> dict[str, Any]:
         """What all workers must agree on, as JSON values: all but the learning rate."""
 
@@ -57,6 +64,7 @@ class _Elementwise:
 
     kind: ClassVar[str]
     elementwise: ClassVar[bool] = True
+    alone: ClassVar[bool] = False
     at_least_zero: ClassVar[tuple[str, ...]] = ()
     above_zero: ClassVar[tuple[str, ...]] = ()
     below_one: ClassVar[tuple[str, ...]] = ()
@@ -171,6 +179,7 @@ class Adam(_Elementwise):
     epsilon: float = 1e-8
 
     kind: ClassVar[str] = "adam"
+    alone: ClassVar[bool] = True  # `m` of one step over `√v` of another has no bound
     above_zero: ClassVar[tuple[str, ...]] = ("epsilon",)
     below_one: ClassVar[tuple[str, ...]] = ("beta1", "beta2")
 
@@ -190,7 +199,6 @@ class Adam(_Elementwise):
         np.subtract(work, v, out=work)
         np.multiply(work, 1 - self.beta2, out=work)
         np.add(v, work, out=work)  # v + (1−β₂)(g² − v)
-        np.maximum(work, 0, out=work)  # without locks the two v may differ
         np.copyto(v, work)
         np.subtract(g, m, out=work)
         np.multiply(work, 1 - self.beta1, out=work)

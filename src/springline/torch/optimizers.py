@@ -164,7 +164,8 @@ class AGNOptimizer(CenterOptimizer):
         model: the model; gives parameters their names, and lets its floating-point buffers travel
             with the center.
         communication_period: τ, local steps between two exchanges.
-        use_locking: whether an exchange is atomic, per part of the center.
+        use_locking: whether an exchange is atomic, per part of the center; always with optimizers
+            other than SGD, whose moments would be some of one step and some of another.
         synchronous: whether all workers wait for each other before the first step.
         overlap: exchange in the background; the training loop waits for nobody.
         center: a center, or the directory of a shared one. By default that of the run the script

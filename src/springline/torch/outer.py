@@ -52,6 +52,11 @@ class TorchOuter:
         self.learning_rate = float(inner.defaults.get("lr", 0.0))
 
     @property
+    def alone(self) -> bool:
+        """Most divide by one part of their state what they have in another."""
+        return not isinstance(self._inner, torch.optim.SGD)
+
+    @property
     def kind(self) -> str:
         """The name of the optimizer."""
         return type(self._inner).__name__
