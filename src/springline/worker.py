@@ -213,8 +213,10 @@ class Worker:
         """Exchange with the center now."""
         self._check_observed()
         self._mark_exchanged(self.local)
-        self.exchange_with(self.local)
-        self._narrow_down()
+        try:
+            self.exchange_with(self.local)
+        finally:  # also what was exchanged before a block was refused
+            self._narrow_down()
 
     def exchange_with(self, local: Local) -> None:
         """Exchange what `local` holds: the worker's own buffers or a snapshot of them."""

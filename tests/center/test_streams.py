@@ -8,7 +8,7 @@ from streamed import asked_of, center_of
 
 from served import Lost, worker
 from springline import ElasticAverage, Worker
-from springline.center import NonFiniteError
+from springline.center import CenterError, NonFiniteError
 from springline.center.served import stream
 from springline.center.served.near import SLOT, Guest
 from springline.center.served.parts import Parts
@@ -250,3 +250,27 @@ def test_a_worker_that_has_no_more_files_sends_messages(serve, monkeypatch, what
     assert "stream" not in asked
     np.testing.assert_array_equal(center_of(service), 1)
     np.testing.assert_array_equal(one.parameters["w"], 3)
+
+
+@pytest.mark.parametrize("by_memory", [True, False])
+def test_who_leaves_does_not_wait_for_a_shard_that_is_away(
+    serve, background, monkeypatch, by_memory
+):
+    """As after Ctrl-C, while an exchange is under way in the background."""
+    monkeypatch.setattr(stream, "POSSIBLE", by_memory)
+    service = serve()
+    one = worker(service, timeout=None)
+
+    def be_away(method):
+        if method in ("stream", "exchange"):
+            away.set()
+            raise PeerLostError("its machine is down")
+
+    away = threading.Event()
+    service.shards[0].disturb = be_away
+    exchange = background(one.exchange)
+    assert away.wait(10)
+    background(one.member.leave).result(10)
+    with pytest.raises(CenterError, match="Rank 0 has left the center"):
+        exchange.result(10)
+    assert service.head.target._seats.alive() == []

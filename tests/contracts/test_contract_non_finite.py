@@ -5,7 +5,7 @@ import pytest
 from centers import RULES, each, exchange_all, model, on
 from safetensors.numpy import load_file
 
-from springline import AGN
+from springline import AGN, ElasticAverage
 from springline.center import NonFiniteError
 from springline.rules import SGD, Adagrad, Adam, Momentum
 
@@ -145,3 +145,17 @@ def test_an_outer_step_that_overflows_is_refused(place, outer, g, taken, tmp_pat
         assert np.isfinite(after).all()
         if not name.startswith("outer/t/"):
             np.testing.assert_array_equal(after, before[name])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@on("asynchronous")
+def test_what_was_exchanged_before_a_bad_block_stays_with_both(place, dtype):
+    """`x + c` is conserved, also where the worker's own parameters are narrower than the center."""
+    values = {name: np.zeros(200_000, dtype) for name in "ab"}
+    worker = place.worker(values, ElasticAverage(period=1, moving_rate=0.25))
+    worker.parameters["a"][:] = 4
+    worker.parameters["b"][-1] = np.nan
+    with pytest.raises(NonFiniteError, match="Parameter 'b'"):
+        worker.exchange()
+    np.testing.assert_array_equal(worker.center.values()["a"], 1)
+    np.testing.assert_array_equal(worker.parameters["a"], 3)

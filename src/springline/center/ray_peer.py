@@ -88,10 +88,9 @@ class RayPeer:
 
     def has_restarted(self, life: str) -> bool:
         """Whether a shard is known to be in another life than that one; does not wait."""
-        if self._probe is None:
-            self._probe = self._handle.in_life.remote()
+        probe = self._probe = self._probe or self._handle.in_life.remote()
         try:
-            now = ray.get(self._probe, timeout=0)
+            now = ray.get(probe, timeout=0)
         except GetTimeoutError:
             return False  # it is away, or has not answered yet
         except RayActorError:

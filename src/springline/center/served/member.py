@@ -125,17 +125,21 @@ class ServedMember(Member):
 
     def check_here(self) -> None:
         """Refuse to exchange when no longer a member."""
-        if self.left:
-            raise CenterError(f"Rank {self.rank} has left the center; join again to exchange.")
+        self._check_stays()
         if self._problem:
             raise self._problem
         self.center.check_process()
+
+    def _check_stays(self) -> None:
+        """Give up what is under way in the background when the worker has left."""
+        if self.left:
+            raise CenterError(f"Rank {self.rank} has left the center; join again to exchange.")
 
     # Asynchronous rules.
 
     def _swap(self, parts: Parts) -> None:
         if self._streams is None:
-            self._streams = Streams(parts.pieces)
+            self._streams = Streams(parts.pieces, self._check_stays)
         streams = self._streams
         near = sorted(streams.near)
         peers = self.center.shards
@@ -187,7 +191,8 @@ class ServedMember(Member):
 
     def ask(self, shard: int, method: str, *arguments: Any) -> Call:
         """Begin to call a shard."""
-        return Call(self.center.shards[shard], method, *arguments, timeout=self._patience)
+        peer, check = self.center.shards[shard], self._check_stays
+        return Call(peer, method, *arguments, timeout=self._patience, check=check)
 
     def ask_head(self, method: str, *arguments: Any) -> Any:
         """Call the head."""

@@ -117,7 +117,6 @@ class Merger:
                     if rule.reads_center:
                         sent = make_message(block, message.gradients, c)
                         if before:
-                            sent = sent.copy() if np.may_share_memory(sent, x) else sent
                             np.copyto(x, c)
                         merge_message(block, sent, 0.0)
                         adopted = sent if rule.adopts_message else c

@@ -98,20 +98,19 @@ class NearShard(Shard):
         """
         self._check(sender)
         with self._turn:
-            missing = self._reduce(number, contributors, sender.rank)
+            missing = self._reduce(number, contributors, sender)
             if missing:
                 return missing
-            self._note(sender)
             token = self._lent.address.token if self._lent else ""
             return token, self._slots.reduced
 
-    def _reduce(self, number: int, contributors: Sequence[int], asker: int) -> list[int]:
+    def _reduce(self, number: int, contributors: Sequence[int], sender: Sender) -> list[int]:
         with self._table:
-            for sender, room in self._rooms.values():
+            for writer, room in self._rooms.values():
                 data, marks = split(room.memory)
                 if marks[0] == number:  # that is what it was last written for
-                    self._slots.take(sender, data, number)
-        return super()._reduce(number, contributors, asker)
+                    self._slots.take(writer, data, number)
+        return super()._reduce(number, contributors, sender)
 
     def _mark(self, number: int, pieces: int) -> None:
         if self._lent:

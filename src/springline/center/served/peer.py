@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from springline.center.errors import CenterError
@@ -59,15 +60,22 @@ class Call:
         arguments: for it; they must not change before the answer is there.
         timeout: seconds without an answer after which the call fails; None for ever, with a
             warning every 30 seconds.
+        check: is called when there is no answer yet, and may raise: nobody wants it any more.
     """
 
     def __init__(
-        self, peer: Peer, method: str, *arguments: Any, timeout: float | None = None
+        self,
+        peer: Peer,
+        method: str,
+        *arguments: Any,
+        timeout: float | None = None,
+        check: Callable[[], None] | None = None,
     ) -> None:
         self._peer = peer
         self._method = method
         self._arguments = arguments
         self._timeout = timeout
+        self._check = check
         self._start = time.monotonic()
         self._warn_at = self._start + WARN_EVERY
         self._said = False
@@ -79,7 +87,7 @@ class Call:
         """Return the answer, or raise what the call raised.
 
         Raises:
-            CenterError: there was none in time.
+            CenterError: there was none in time, or nobody wants it any more.
         """
         now = time.monotonic()
         self._start, self._warn_at = now, now + WARN_EVERY  # nobody has looked before
@@ -105,6 +113,8 @@ class Call:
         else:
             self.heard()
             return True
+        if self._check:
+            self._check()
         waited = time.monotonic() - self._start
         if self._timeout is not None and waited > self._timeout:
             raise CenterError(

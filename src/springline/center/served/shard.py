@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -137,10 +137,9 @@ class Shard:
         """
         self._check(sender)
         with self._turn:
-            missing = self._reduce(number, contributors, sender.rank)
+            missing = self._reduce(number, contributors, sender)
             if missing:
                 return missing
-            self._note(sender)
             if self._mean is None:
                 self._mean = Reply(self.snapshot())
             return self._mean
@@ -182,14 +181,18 @@ class Shard:
             header = here | self._book.to_json()
             return header, {"center": self._center.copy(), "state": self._state.copy()}
 
-    def _reduce(self, number: int, contributors: Sequence[int], asker: int) -> list[int]:
+    def _reduce(self, number: int, contributors: Sequence[int], sender: Sender) -> list[int]:
         """Reduce a round, unless that is done; return whose messages are not here."""
-        if self._slots.reduced >= number:
-            return []
-        with self._table:
-            messages = self._slots.of_round(number, contributors, asker)
-        if isinstance(messages, list):
-            return messages
+        if self._slots.reduced < number:
+            with self._table:
+                messages = self._slots.of_round(number, contributors, sender.rank)
+            if isinstance(messages, list):
+                return messages
+            self._merge_round(number, messages)
+        self._note(sender)
+        return []
+
+    def _merge_round(self, number: int, messages: Mapping[int, Bytes]) -> None:
         try:
             for piece in range(self._merger.pieces):
                 self._mark(number, piece)
@@ -201,7 +204,6 @@ class Shard:
         with self._table:
             self._slots.forget(number)
         self._mean = None
-        return []
 
     def _mark(self, number: int, pieces: int) -> None:
         """Note how much of the center is a round's mean, for those who look at it meanwhile."""

@@ -46,10 +46,12 @@ class Streams:
 
     Args:
         pieces: of each shard.
+        check: as of any call.
     """
 
-    def __init__(self, pieces: Sequence[Sequence[Piece]]) -> None:
+    def __init__(self, pieces: Sequence[Sequence[Piece]], check: Callable[[], None]) -> None:
         self._pieces = pieces
+        self._check = check
         self._slots = [slot_for(shard) for shard in pieces]
         large = [k for k, shard in enumerate(pieces) if shard[-1].place.stop > near.SMALL]
         self._fits = {k for k in large if POSSIBLE and self._slots[k] <= LARGEST}
@@ -86,7 +88,7 @@ class Streams:
                 ring = self._rings.pop(k, None)  # put back when nothing is under way any more
                 make = partial(Ring, self._slots[k])
                 own = ring, make, self._pieces[k], partial(fill, k), partial(adopt, k)
-                streams[k] = Stream(peer, ask, *own, timeout)
+                streams[k] = Stream(peer, ask, *own, timeout, self._check)
             _finish(list(streams.values()))
             far = {k: stream.adopted for k, stream in streams.items() if stream.far}
             self.near -= set(far)
@@ -119,6 +121,7 @@ class Stream(Call):
         fill: fills a slot with a piece.
         adopt: what is done with an answer: piece, slot and answer.
         timeout: as of any call.
+        check: the same.
     """
 
     def __init__(
@@ -131,6 +134,7 @@ class Stream(Call):
         fill: Callable[[Piece, Bytes], None],
         adopt: Callable[[Piece, Bytes, int], NonFiniteError | None],
         timeout: float | None,
+        check: Callable[[], None],
     ) -> None:
         self._begin = ask
         self._ring = ring
@@ -143,7 +147,7 @@ class Stream(Call):
         self.far = False
         self.refused: NonFiniteError | None = None  # by the shard
         self._unfit: NonFiniteError | None = None  # to be sent: the piece after the last
-        super().__init__(peer, "stream", timeout=timeout)
+        super().__init__(peer, "stream", timeout=timeout, check=check)
 
     @property
     def done(self) -> bool:
