@@ -16,7 +16,7 @@ from served import Service
 from springline import AGN, ElasticAverage, LocalCenter, ModelAverage, SharedCenter, Worker
 from springline.center import Layout
 from springline.center.center import check_settings
-from springline.center.plan import CLOSED, CONTRIBUTED
+from springline.center.plan import CLOSED, CONTRIBUTED, Plan
 from springline.center.ray import RayCenter
 from springline.center.served import near
 from springline.center.served.center import ServedCenter
@@ -111,7 +111,7 @@ class Served(Place):
             self.service = Service(layout, rule, values, use_locking, restore)
         center = self.service.open()
         center.check_layout(layout)
-        check_settings(center.settings, rule.settings() | {"use_locking": use_locking})
+        check_settings(center.settings, Plan.of(layout, rule, use_locking).settings)
         self.opened.append(center)
         return center
 
