@@ -237,7 +237,7 @@ def test_a_sum_that_overflows_is_refused_on_all_ranks(ranks):
         worker.step()
         assert worker.center.values()["v"] == np.float32(3e38)  # large, and taken
         worker.parameters["v"][:] = 3.4e38
-        with pytest.raises(NonFiniteError, match=r"'v' would overflow the center.*on any rank"):
+        with pytest.raises(NonFiniteError, match=r"'v' would overflow the center.*on all ranks"):
             worker.step()
         assert (worker.center.values()["v"], worker.center.version) == (np.float32(3e38), 1)
         worker.take_center()
@@ -310,6 +310,26 @@ def test_checkpoints_are_rank_0s_and_a_new_group_goes_on(ranks, tmp_path):
     assert (saved.version, saved.steps) == (3, [5, 5])
     assert train(9, 2) == [(5, 5, 10)] * 2
     assert train(11, 3) == [(9, 6, 12)] * 3  # one more rank: it is as far as the others
+
+
+def test_two_groups_do_not_keep_checkpoints_in_one_directory(ranks, tmp_path, monkeypatch, caplog):
+    rule = ModelAverage(workers=2, period=1)
+
+    def call(rank, backend):
+        return make(rank, backend, rule, directory=tmp_path / "run")
+
+    first = ranks(call, 2)
+    with pytest.raises(CenterError, match="Another group keeps its checkpoints in"):
+        ranks(call, 2)
+    monkeypatch.setattr("platform.node", lambda: "another")
+    assert len(ranks(call, 2)) == 2  # the other machine may be dead
+    assert "unless that one is dead" in caplog.text
+    monkeypatch.undo()
+    for worker in first:
+        worker.center.close()
+    caplog.clear()
+    assert len(ranks(call, 2)) == 2
+    assert "Another group" not in caplog.text
 
 
 def test_a_group_does_not_go_on_with_another_rule(ranks, tmp_path):

@@ -75,7 +75,7 @@ def test_who_can_reach_each_other_is_one_machine(case, rule):
     said, machines = case
     for rank, one in enumerate(said):
         assert one[rule]["machines"] == machines
-        assert one[rule]["groups"] == 1  # all ranks have as many, however the machines are
+        assert one[rule]["groups"] == 0  # that torch knows of: no name that ranks could differ in
         mates = next(len(machine) for machine in machines if rank in machine)
         if rule == "average":  # the first: nothing of an earlier center is there
             assert one[rule]["files"] == (mates if mates > 1 else 0)
@@ -125,7 +125,7 @@ def test_a_sum_that_overflows_is_taken_nowhere(case):
     for one in said:
         first, wrong, last = one["overflow"]["said"]
         assert (first, last) == ("", "")
-        assert "'w' would overflow the center, so the round was not taken" in wrong
+        assert "'w' would overflow the center, which stays as it was" in wrong
         assert one["overflow"]["versions"] == [1, 1, 2]
         before, after, _ = one["overflow"]["values"]
         for name, c in after.items():

@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ WORKERS = 3
 VALUES = {"w": np.zeros(1_000_000, np.float32)}
 
 
-def live(pipe, rank, store, timeout):
+def live(pipe, rank, store, timeout, late=False):
     """Exchange as often as asked; say what came of it, and what was warned of."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch.distributed as dist
@@ -31,7 +32,13 @@ def live(pipe, rank, store, timeout):
 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORKERS)
     rule = ModelAverage(workers=WORKERS, period=1)
-    worker = Worker(VALUES, rule, Collective(dist.group.WORLD), rank, timeout=timeout)
+    if late:
+        pipe.recv()
+    try:
+        worker = Worker(VALUES, rule, Collective(dist.group.WORLD), rank, timeout=timeout)
+    except CenterError as error:
+        pipe.send(f"{type(error).__name__}: {error}")
+        return
     pipe.send("ready")
     while pipe.recv() == "step":
         worker.parameters["w"] += rank
@@ -42,6 +49,50 @@ def live(pipe, rank, store, timeout):
             pipe.send(f"{type(error).__name__}: {error}")
     worker.finish()
     pipe.send("left")
+
+
+def threads():
+    """How many threads of process groups there are."""
+    names = (path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
+    return sum("gloo" in name for name in names)
+
+
+def come_and_go(pipe, store):
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch.distributed as dist
+
+    from springline.center.collective import Collective, machine
+
+    machine.SMALL = 0
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    before = threads()
+    pipe.send(before)
+    for _ in range(2):
+        worker = Worker(VALUES, ModelAverage(period=1), Collective(dist.group.WORLD), 0)
+        worker.step()
+        pipe.send(threads() > before)
+        worker.finish()
+        pipe.send(threads())
+
+
+def test_a_group_is_gone_when_all_have_finished(start, tmp_path):
+    """A thread of it that is alive when the interpreter ends may end the process with SIGABRT."""
+    process, pipe = start(come_and_go, tmp_path / "store")
+    before = pipe.recv()
+    assert before > 0  # the script's own
+    assert [pipe.recv() for _ in range(4)] == [True, before] * 2
+    process.join(30)
+    assert process.exitcode == 0
+
+
+def test_who_does_not_come_is_named(start, tmp_path):
+    """Though there is no group yet, and Ctrl-C is heard meanwhile."""
+    lives = [start(live, rank, tmp_path / "store", 2, rank == 2) for rank in range(WORKERS)]
+    pipes = [pipe for _, pipe in lives]
+    for pipe in pipes[:2]:
+        assert pipe.recv() == "RoundTimeoutError: Waited 2 s for the start; missing: rank 2. " + (
+            "Are they running? A larger `timeout` waits longer."
+        )
 
 
 @pytest.mark.slow

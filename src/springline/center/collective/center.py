@@ -150,7 +150,7 @@ class CollectiveCenter(Center):
         if self.member is not None:
             self.member.left = True
         if self._keeper is not None:
-            self._keeper.wait()
+            self._keeper.close()
         self.group.close()
 
     def add_up(self) -> None:
@@ -198,6 +198,7 @@ class CollectiveCenter(Center):
         """Write the last checkpoint, when all have finished."""
         if self._keeper is not None:
             self._keeper.save(self._snapshot)
+            self._keeper.close()
 
     def _snapshot(self) -> tuple[Bytes, int, list[int]]:
         self.check_process()

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, default_pg_timeout
+from torch.distributed.distributed_c10d import PrefixStore
 
+from springline.center.collective import gloo
 from springline.center.collective.roll import Roll
 from springline.center.errors import CenterError, RoundTimeoutError
 from springline.center.waiting import WARN_EVERY
@@ -50,36 +51,38 @@ class Group:
         self._own: Any = group
         self._near: Any = None  # the ranks of this machine
         self._far: Any = group  # the speakers
+        self._store: Any = None  # of a group of gloo
         if isinstance(group, dist.ProcessGroup):
-            self._own = self._far = self._guard("the start", lambda: self._new(group))
-            self._roll = Roll(self._own.get_group_store(), self.rank, self.size)
+            self._own = self._far = self._guard("the start", lambda: self._like(group))
 
-    def _new(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+    def _like(self, group: dist.ProcessGroup) -> Any:
+        """Make a group of the same ranks and the same kind."""
         backends = dict(
             part.split(":") for part in dist.get_backend_config(group).split(",") if ":" in part
         )
+        if backends.get("cpu") == "gloo":
+            self._store = gloo.store_of(group)
+            self._roll = Roll(self._store, self.rank, self.size)
+            self._roll.meet(gloo.seconds(self.timeout))
+            return gloo.make(self._store, self.rank, self.size, self.timeout)
         if "cpu" not in backends:
             self.device = torch.device(
                 next(iter(backends)), torch.accelerator.current_device_index()
             )
-        return self._of(backends[self.device.type], dist.get_process_group_ranks(group))
-
-    def _of(self, backend: str, ranks: list[int]) -> dist.ProcessGroup:
-        """Make a process group of some ranks of the world; all of them must."""
         made = dist.new_group(
-            ranks,
+            dist.get_process_group_ranks(group),
             timeout=None if self.timeout is None else timedelta(seconds=self.timeout),
-            backend=backend,
+            backend=backends[self.device.type],
             use_local_synchronization=True,
         )
         assert isinstance(made, dist.ProcessGroup)  # noqa: S101 - all of its ranks are in it
+        self._roll = Roll(made.get_group_store(), self.rank, self.size)
         return made
 
     @property
     def divisible(self) -> bool:
         """Whether parts of it can be groups of their own, and memory is what is added up."""
-        gloo = self._roll is not None and dist.get_backend(self._own) == "gloo"
-        return gloo and self.device.type == "cpu" and self.size > 1
+        return self._store is not None and self.size > 1
 
     @property
     def mates(self) -> list[int]:
@@ -102,16 +105,10 @@ class Group:
             self._far = self._part_of(speakers) if self.speaks else None
 
     def _part_of(self, ranks: list[int]) -> Any:
-        """Make a process group of some of our ranks.
-
-        It is none that torch knows of: torch names a group after how many a process has, too, and
-        ranks that have made different numbers of them never find each other in the next one.
-        """
-        name = "part-" + "-".join(str(rank) for rank in ranks)
-        store = PrefixStore(name, self._own.get_group_store())
-        seconds = default_pg_timeout if self.timeout is None else timedelta(seconds=self.timeout)
-        given = store, ranks.index(self.rank), len(ranks), seconds
-        return self._guard("the start", lambda: ProcessGroupGloo(*given))
+        """Make a process group of some of our ranks."""
+        store = PrefixStore("part-" + "-".join(str(rank) for rank in ranks), self._store)
+        given = store, ranks.index(self.rank), len(ranks), self.timeout
+        return self._guard("the start", lambda: gloo.make(*given))
 
     @contextlib.contextmanager
     def round(self) -> Iterator[None]:
@@ -162,22 +159,23 @@ class Group:
         mine = mine.to(self.device)
         rows = [torch.empty_like(mine) for _ in sizes]
         self._guard("all workers to start", lambda: [self._own.allgather([rows], [mine])])
-        return [bytes(r[:n].tolist()).decode() for r, n in zip(rows, sizes, strict=True)]
+        return [r[:n].cpu().numpy().tobytes().decode() for r, n in zip(rows, sizes, strict=True)]
 
     def part(self) -> None:
-        """Wait, for some seconds, until all ranks have received what was sent last.
+        """Wait, for some seconds, until all ranks have received what was sent last; then close.
 
         Without it the end of one process may reset a connection that another is still reading.
         """
         if not self.broken and self._roll:
             self._roll.part()
+            groups = {id(group): group for group in (self._own, self._near, self._far) if group}
+            self._own = self._near = self._far = None
+            while self._store is not None and groups:
+                gloo.drop(groups.popitem()[1])
+        self.close()
 
     def close(self) -> None:
-        """Use the group no more.
-
-        Torch keeps it until the process ends: it would give the name of a group that was destroyed
-        to the next one, and that would find the addresses of the old one in the store.
-        """
+        """Use the group no more."""
         self.broken = True
 
     def check(self) -> None:
@@ -208,6 +206,9 @@ class Group:
             started = start()
             for work in started if isinstance(started, list) else ():
                 self._wait(work, what, near, meanwhile)
+        except CenterError:  # it says all that there is to say
+            self.broken = True
+            raise
         except RuntimeError as error:
             self.broken = True
             raise self._failed(what, error, near) from error

@@ -98,8 +98,9 @@ class CollectiveMember(Member):
                 self._withdraw(self._idle())
                 with contextlib.suppress(NonFiniteError):  # of others, who are told
                     self._meet(Row(False, True, False, self._seconds, self._steps))
+            whole = not self.center.group.broken
             self.center.group.part()
-            if not self.center.group.broken:
+            if whole:
                 self.center.save_last()
 
     def _meet(self, row: Row) -> None:
@@ -120,8 +121,8 @@ class CollectiveMember(Member):
             center.offer_save()
         if name:
             raise NonFiniteError(
-                f"{name!r} would overflow the center, so the round was not taken, on any rank. "
-                "Lower the learning rate, or take the center again and go on from there."
+                f"{name!r} would overflow the center, which stays as it was before the round, on "
+                "all ranks. Lower the learning rate, or take the center again and go on from there."
             )
 
     def _contribute(self, blocks: list[Block]) -> tuple[bool, NonFiniteError | None]:

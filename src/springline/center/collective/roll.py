@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from springline.center.waiting import wait_until
+
 _BEAT = 1.0  # seconds between two signs of a rank that waits
 GRACE = 3.0  # seconds in which others have to give a sign
 _PAUSE = 0.05
@@ -37,6 +39,20 @@ class Roll:
         self._waiting = threading.Event()
         self._turn = threading.Lock()  # of what we say: no beat after the last word
         self._thread: threading.Thread | None = None
+
+    def meet(self, timeout: float) -> None:
+        """Wait until all ranks are there.
+
+        Raises:
+            RoundTimeoutError: naming who is missing.
+        """
+        here = {rank: f"springline/here/{rank}" for rank in {self._rank, *self._others}}
+        self._store.set(here[self._rank], "")
+
+        def missing() -> list[int]:
+            return [rank for rank, key in here.items() if not self._store.check([key])]
+
+        wait_until(lambda: self._store.check(list(here.values())), missing, timeout, "the start")
 
     def wait_at(self, point: str) -> None:
         """Say from now on that we wait at some point."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 import threading
 import time
 from collections.abc import Callable
@@ -11,13 +12,15 @@ from pathlib import Path
 import numpy as np
 
 from springline.center import checkpoint
-from springline.center.errors import CheckpointError
+from springline.center.errors import CenterError, CheckpointError
 from springline.center.layout import Bytes
+from springline.center.locks import RecordLocks
 from springline.center.plan import Plan
-from springline.center.shared import CHECKPOINT_NAME
+from springline.center.shared import CHECKPOINT_NAME, write_private
 
 Snapshot = Callable[[], tuple[Bytes, int, list[int]]]  # the center, its version, steps
 NO_STATE: Bytes = np.zeros(0, np.uint8)  # the synchronous rules have no outer optimizer
+_OURS = 0  # the lock of whoever keeps checkpoints in a directory
 _log = logging.getLogger("springline")
 
 
@@ -33,6 +36,7 @@ class Keeper:
     def __init__(self, directory: Path, plan: Plan, every: float) -> None:
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._locks = _alone_in(directory)
         except OSError as error:
             raise CheckpointError(
                 f"Cannot keep checkpoints in {directory}: {error.strerror}. Give a directory that "
@@ -69,9 +73,45 @@ class Keeper:
         if self._writing is not None:
             self._writing.join()
 
+    def close(self) -> None:
+        """Wait for what is being written, and let others keep theirs in the directory."""
+        self.wait()
+        locks, self._locks = self._locks, None
+        if locks:
+            locks.release(_OURS)
+            locks.close()
+
     def _write(self, center: Bytes, version: int, steps: list[int]) -> None:
         try:
             checkpoint.write(self.path, self._plan, center, NO_STATE, version, steps)
         except CheckpointError as error:  # training goes on, and so does the one before
             _log.warning("%s", error)
         self._saved_at = time.monotonic()
+
+
+def _alone_in(directory: Path) -> RecordLocks | None:
+    """Take a directory for this group; None if its file system has no locks.
+
+    Raises:
+        CheckpointError: another group of this machine is at work there. One of another machine may
+            be dead, though a network's file system has not noticed yet: then there is a warning.
+    """
+    locks, owner, here = RecordLocks.of(directory / "lock"), directory / "machine", platform.node()
+    try:
+        taken = locks.take(_OURS)
+    except CenterError as error:
+        locks.close()
+        _log.warning("Two groups in %s would not notice each other: %s", directory, error)
+        return None
+    if taken:
+        write_private(owner, here)
+        return locks
+    locks.close()
+    where = owner.read_text("utf-8") if owner.exists() else here
+    text = f"Another group keeps its checkpoints in {directory}, too, with its rank 0 on {where}"
+    if where == here:
+        raise CheckpointError(
+            f"{text}. Wait until it has ended, or give another directory (SPRINGLINE_RUN)."
+        )
+    _log.warning("%s, unless that one is dead. If it is not, end one of the two.", text)
+    return None
