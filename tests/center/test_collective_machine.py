@@ -182,6 +182,7 @@ def test_who_ends_on_one_of_two_hosts_is_named(tmp_path, who, where):
                 assert where == "close_round"
                 said = pipe.recv()
             assert f"missing: rank {who}." in said, (rank, said)
+            assert said.count("Torch says") <= 1, said
 
 
 def test_who_reads_sees_one_round(start, tmp_path):

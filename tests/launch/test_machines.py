@@ -28,7 +28,7 @@ from springline.launch.host import Assignment, Host
 from springline.launch.remote import RemoteWorker
 from springline.launch.request import ClusterRequest
 from springline.launch.state import CenterStatus, LaunchState
-from springline.launch.watch import CenterWatch, ClusterKeeper
+from springline.launch.watch import ClusterKeeper
 
 LAYOUT, RULE = Layout.of({"w": np.zeros(4, np.float32)}), ElasticAverage(workers=2)
 
@@ -261,24 +261,6 @@ def test_a_launch_without_workers_keeps_what_an_earlier_one_has_left(tmp_path, m
     monkeypatch.setattr(watch, "open_center", lambda name: None)
     keeper.start()
     assert keeper.finish().read_bytes() == b"of an earlier launch"
-
-
-def test_a_shard_in_trouble_is_told_of_and_the_center_is_asked_to_stay(
-    tmp_path, monkeypatch, caplog
-):
-    service = Service(LAYOUT, RULE, {"w": np.zeros(4, np.float32)}, True, None)
-    told = []
-    service.head.tell = lambda *words: told.append(words)
-    service.shards[0].target.trouble = lambda: "OSError: no space left"
-    monkeypatch.setattr(watch, "open_center", lambda name: service.open())
-    looking = CenterWatch(tmp_path, "digits")
-    (tmp_path / "center").mkdir()
-    looking._look()
-    looking._look()  # it does not ask again at once
-    service.close()
-    assert caplog.messages == ["No checkpoint of shard 0: OSError: no space left"]
-    assert told == [("stay",)] * 2
-    assert CenterStatus.read(tmp_path / "center").version == 0
 
 
 def test_that_nobody_answers_is_said_once():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,13 +37,9 @@ _log = logging.getLogger("springline")
 class RayShard(NearShard):
     """A shard in an actor."""
 
-    def __init__(self, *arguments: Any) -> None:
-        self._life = uuid.uuid4().hex
-        super().__init__(*arguments)
-
     def in_life(self) -> str:
         """Return what is drawn anew whenever the shard is started."""
-        return self._life
+        return self.life
 
     def snapshot(self) -> Any:
         """Copy the center into Ray's own memory, once, instead of returning a copy to be copied."""
@@ -52,7 +47,7 @@ class RayShard(NearShard):
 
     def send(self, copy: Any) -> Any:
         """Let what is sent stand for itself if it is small."""
-        return Stored(ray.put(copy), self._life) if len(copy) > _INLINE else copy
+        return Stored(ray.put(copy), self.life) if len(copy) > _INLINE else copy
 
 
 class RayHead(Head):

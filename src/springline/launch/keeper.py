@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from springline.center import CenterError, SharedCenter
-from springline.center.checkpoint import newest, write_tensors
+from springline.center.checkpoint import describe, newest, write_tensors
 from springline.center.extras import with_extras
 from springline.center.served.center import read_stored
 from springline.center.served.founding import NAME as HEAD
@@ -130,6 +130,14 @@ class Keeper:
                 if not failed:  # once, not every 30 seconds
                     self._say(f"No checkpoint: {error}")
                 failed = True
+
+
+def keep_copy(directory: Path, copy: Path) -> Path:
+    """Keep a checkpoint in a run's directory, which others would replace; return where."""
+    kept = directory / f"center-version-{describe(copy).version}.safetensors"
+    if not kept.exists():
+        write_tensors(kept, read_center(directory / CENTER, copy))
+    return kept
 
 
 def export(run: str | Path, path: Path, force: bool = False) -> str:

@@ -14,11 +14,13 @@ from typing import Any
 from ray.exceptions import RayError
 
 from springline.center import CenterError
-from springline.center.checkpoint import newest
+from springline.center.checkpoint import newest, previous
 from springline.center.ray import RayCenter
+from springline.center.served.messages import Trouble
 from springline.center.served.peer import PeerLostError
+from springline.center.shared import CHECKPOINT_NAME
 from springline.launch.directory import CENTER
-from springline.launch.keeper import Keeper, read_center
+from springline.launch.keeper import Keeper, keep_copy, read_center
 from springline.launch.state import CenterStatus
 
 _EVERY = 1.0  # seconds between two looks at the center
@@ -113,6 +115,7 @@ class CenterWatch:
         self._name = name
         self._last: CenterStatus | None = None
         self._listen_at = 0.0
+        self._heard: dict[str, Trouble] = {}  # from the shards, by name
         self._looked = time.monotonic()
         self._head: Any = None
         self._stop = threading.Event()
@@ -175,15 +178,39 @@ class CenterWatch:
         self._last.write(self._directory)
 
     def _hear_of_trouble(self, center: RayCenter) -> None:
-        """Say, once in a while, which shards could not write their checkpoints."""
+        """Say, once in a while, which shards could not write their checkpoints, or went back."""
         if time.monotonic() < self._listen_at:
             return
         self._listen_at = time.monotonic() + _TROUBLE
         asked = [(peer.name, peer.ask("trouble")) for peer in center.shards]
         for name, pending in asked:
             with contextlib.suppress(TimeoutError, PeerLostError):  # the next time will do
-                if trouble := pending.result(_EVERY):
-                    _log.warning("No checkpoint of %s: %s", name, trouble)
+                trouble: Trouble = pending.result(_EVERY)
+                before = self._heard.get(name)
+                self._heard[name] = trouble
+                if trouble.failed:
+                    _log.warning("No checkpoint of %s: %s", name, trouble.failed)
+                if before and before.life != trouble.life:
+                    _log.warning("%s was started again.", name)
+                if trouble.lost > (before.lost if before and before.life == trouble.life else 0):
+                    self._tell_of_loss(name, trouble)
+
+    def _tell_of_loss(self, name: str, trouble: Trouble) -> None:
+        """Say what a shard has lost; keep the run directory's copy, if it has more."""
+        ago = f"{time.time() - trouble.as_of:.0f} s ago" if trouble.as_of else "some time ago"
+        _log.warning(
+            "%s has gone back to its checkpoint, of %s: %d exchanges are lost in its part of the "
+            "center.",
+            name,
+            ago,
+            trouble.lost,
+        )
+        path = self._directory / CHECKPOINT_NAME
+        for copy in (path, previous(path)):
+            if copy.exists() and trouble.as_of < copy.stat().st_mtime < trouble.began:
+                kept = keep_copy(self._directory.parent, copy)
+                _log.warning("The run directory's copy has more; it is kept as %s.", kept)
+                break
 
 
 def _no_answer(error: RayError) -> CenterError:

@@ -27,6 +27,9 @@ class Book:
         self._refused: dict[int, tuple[At, int]] = {}  # of the last exchange: the piece
         self._latest: dict[int, At] = {}  # of each rank, the exchange that was begun last
         self._turns: dict[int, threading.Lock] = {}
+        self._back = False  # whether we were started again
+        self._heard: set[int] = set()  # ranks that have exchanged since
+        self.lost = 0  # exchanges that ranks had made, and of which nothing is known
         self._table = threading.Lock()  # of the dictionaries above
 
     @classmethod
@@ -40,6 +43,7 @@ class Book:
         )
         book._latest = {rank: (row.incarnation, row.number) for rank, row in book._rows.items()}
         book._latest |= {rank: at for rank, (at, _) in book._pieces.items()}
+        book._back = True
         return book
 
     def to_json(self) -> dict[str, Any]:
@@ -124,6 +128,9 @@ class Book:
             if refused is not None:
                 self._refused[sender.rank] = sender.at, refused
             known = self._rows.get(sender.rank, Row())
+            if self._back and sender.rank not in self._heard:
+                self._heard.add(sender.rank)
+                self.lost += max(0, sender.exchanges - 1 - known.exchanges)
             if sender.at >= (known.incarnation, known.number):
                 done = sender.steps, sender.exchanges
                 self._rows[sender.rank] = Row(*sender.at, *done, seconds=float(sender.seconds))

@@ -42,6 +42,26 @@ class Sender:
 
 
 @dataclass(frozen=True)
+class Trouble:
+    """What a shard has to tell whoever watches.
+
+    Args:
+        life: another one whenever it is started.
+        failed: why its last checkpoint could not be written, if it could not.
+        lost: exchanges that it had applied before it was started again, and has not any more.
+        as_of: when the last exchange was that it still has of those before, in seconds since the
+            epoch.
+        began: when it was started.
+    """
+
+    life: str
+    failed: str | None
+    lost: int
+    as_of: float
+    began: float
+
+
+@dataclass(frozen=True)
 class Message:
     """What a worker sends to one shard: `x`, or the message where that does not depend on `c`.
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +27,7 @@ from springline.center.plan import Plan, arrays_of, nbytes_of
 from springline.center.served.book import Book
 from springline.center.served.checkpoints import Checkpoints
 from springline.center.served.merger import Merger
-from springline.center.served.messages import Message, Reply, Row, Sender, cut, span
+from springline.center.served.messages import Message, Reply, Row, Sender, Trouble, cut, span
 from springline.center.served.replies import Replies
 from springline.center.served.slots import Slots
 from springline.center.served.storage import Saved
@@ -64,6 +66,9 @@ class Shard:
         state = arrays_of(entries, self._state)
         self._merger = Merger(self._plan, rule, runs, self._center, state)
         self._ready = False
+        self.life = uuid.uuid4().hex
+        self._began = time.time()
+        self._as_of = self._back_to = self._began  # the last exchange; the last before this life
         self._book = Book()
         self._replies = Replies()
         self._slots = Slots()
@@ -167,9 +172,11 @@ class Shard:
         if self._checkpoints and self._ready:
             self._checkpoints.save()
 
-    def trouble(self) -> str | None:
-        """Return why the last checkpoint could not be written, if it could not."""
-        return self._checkpoints.failed if self._checkpoints else None
+    def trouble(self) -> Trouble:
+        """Return what whoever watches should know of."""
+        failed = self._checkpoints.failed if self._checkpoints else None
+        lost = 0 if self._rule.synchronous else self._book.lost  # rounds are made again
+        return Trouble(self.life, failed, lost, self._back_to, self._began)
 
     def _collect(self) -> Saved:
         """Return what a checkpoint holds.
@@ -178,7 +185,7 @@ class Shard:
         """
         with self._turn:
             here = {"span": [self._start, self._stop], "round": self._slots.reduced}
-            header = here | self._book.to_json()
+            header = here | self._book.to_json() | {"time": self._as_of}
             return header, {"center": self._center.copy(), "state": self._state.copy()}
 
     def _reduce(self, number: int, contributors: Sequence[int], sender: Sender) -> list[int]:
@@ -257,6 +264,7 @@ class Shard:
 
     def _note(self, sender: Sender, refused: int | None = None) -> None:
         self._book.note(sender, refused)
+        self._as_of = time.time()
         if self._checkpoints:
             self._checkpoints.count()
 
@@ -288,4 +296,5 @@ class Shard:
         np.copyto(self._state, tensors["state"])
         self._book = Book.from_json(header)
         self._slots = Slots(header["round"])
+        self._as_of = self._back_to = header.get("time", 0.0)
         self._ready = True

@@ -1,0 +1,83 @@
+"""What the launcher hears of a center on a cluster."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from served import Service, worker
+from springline import AGN, ElasticAverage
+from springline.center import Layout
+from springline.launch import watch
+from springline.launch.state import CenterStatus
+from springline.launch.watch import CenterWatch
+from springline.rules import SGD
+
+LAYOUT, RULE = Layout.of({"w": np.zeros(4, np.float32)}), ElasticAverage(workers=2)
+
+
+def test_a_shard_in_trouble_is_told_of_and_the_center_is_asked_to_stay(
+    tmp_path, monkeypatch, caplog
+):
+    service = Service(LAYOUT, RULE, {"w": np.zeros(4, np.float32)}, True, None)
+    told = []
+    service.head.tell = lambda *words: told.append(words)
+    trouble = service.shards[0].target.trouble()
+    failed = replace(trouble, failed="OSError: no space left")
+    service.shards[0].target.trouble = lambda: failed
+    monkeypatch.setattr(watch, "open_center", lambda name: service.open())
+    looking = CenterWatch(tmp_path, "digits")
+    (tmp_path / "center").mkdir()
+    looking._look()
+    looking._look()  # it does not ask again at once
+    service.close()
+    assert caplog.messages == ["No checkpoint of shard 0: OSError: no space left"]
+    assert told == [("stay",)] * 2
+    assert CenterStatus.read(tmp_path / "center").version == 0
+
+
+@pytest.mark.parametrize("copied", ["before it was killed", "before its checkpoint"])
+def test_what_a_shard_has_lost_is_said_and_a_copy_that_has_more_is_kept(
+    tmp_path, monkeypatch, caplog, copied
+):
+    """Its storage has failed: it goes back further than the copy in the run directory."""
+    monkeypatch.setattr(watch, "_TROUBLE", 0.0)
+    rule = AGN(workers=2, period=1, optimizer=SGD(1.0))
+    values, place = {"w": np.zeros(4, np.float32)}, str(tmp_path / "store")
+    service = Service(Layout.of(values), rule, values, True, None, storage=place)
+    service.head.tell = lambda *_: None  # to stay, as it does
+    monkeypatch.setattr(watch, "open_center", lambda name: service.open())
+    looking = CenterWatch(tmp_path, "digits")
+    one = worker(service)
+
+    def exchange(times):
+        for _ in range(times):
+            one.observe({"w": -np.ones(4, np.float32)})
+            one.exchange()
+
+    exchange(2)
+    copy = tmp_path / "center" / "checkpoint.safetensors"
+    copy.parent.mkdir()
+    if copied == "before its checkpoint":
+        one.center.save(copy)
+    exchange(1)
+    service.shards[0].target.save()
+    exchange(4)
+    if copied == "before it was killed":
+        one.center.save(copy)
+    looking._look()
+    assert not caplog.messages
+    service.shards[0].target = service.make[0]()
+    exchange(1)
+    looking._look()
+    looking._look()
+    np.testing.assert_array_equal(one.center.values()["w"], 4)
+    service.close()
+    assert caplog.messages[0] == "shard 0 was started again."
+    assert "s ago: 4 exchanges are lost in its part" in caplog.messages[1]
+    kept = tmp_path / "center-version-7.safetensors"
+    assert kept.exists() == (copied == "before it was killed")
+    assert len(caplog.messages) == 2 + kept.exists()
+    if kept.exists():
+        np.testing.assert_array_equal(load_file(kept)["w"], 7)
