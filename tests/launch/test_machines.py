@@ -15,94 +15,16 @@ from launched import wait_for
 from ray.exceptions import RayError
 from safetensors.numpy import load_file
 
-from served import Service
-from springline import ElasticAverage, Worker
+from springline import ElasticAverage
 from springline.center import CenterError, Layout, LocalCenter
-from springline.center.served.storage import Storage
 from springline.cluster import Cluster
-from springline.launch import home, host, machines, watch
-from springline.launch.directory import LaunchError
+from springline.launch import host, machines, watch
 from springline.launch.fetch import Fetched
-from springline.launch.home import center_name
 from springline.launch.host import Assignment, Host
 from springline.launch.remote import RemoteWorker
-from springline.launch.request import ClusterRequest
-from springline.launch.state import CenterStatus, LaunchState
 from springline.launch.watch import ClusterKeeper
 
 LAYOUT, RULE = Layout.of({"w": np.zeros(4, np.float32)}), ElasticAverage(workers=2)
-
-
-def test_every_run_has_a_storage_of_its_own(tmp_path):
-    one, two = tmp_path / "a" / "run", tmp_path / "b" / "run"
-    for given, start in (
-        ("/shared", "/shared/"),
-        ("s3://bucket", "s3://bucket/"),
-        ("m://", "m://"),
-    ):
-        asked = ClusterRequest("auto", storage=given)
-        assert home.storage_of(asked, one) == f"{start}{center_name(one)}"
-        assert home.storage_of(asked, one) != home.storage_of(asked, two)
-    assert home.storage_of(ClusterRequest("auto", storage="none"), one) is None
-    assert home.storage_of(ClusterRequest("auto"), one) == str(one / "center" / "shards")
-
-
-def test_a_new_run_does_not_go_on_with_the_center_of_another(tmp_path, monkeypatch):
-    run, empty, full = (tmp_path / name for name in ("run", "empty", "full"))
-    run.mkdir()
-    Storage(str(full)).write("head", {})
-    there = {"digits-1": object()}
-    monkeypatch.setattr(home, "open_center", there.get)
-    home.check_center(run, "digits-2", str(empty))
-    assert not empty.exists()
-    with pytest.raises(LaunchError, match="is new, but its center, digits-1, is on the cluster"):
-        home.check_center(run, "digits-1", str(empty))
-    with pytest.raises(LaunchError, match=f"is new, but {full} holds the center of an earlier run"):
-        home.check_center(run, "digits-2", str(full))
-    LaunchState("train.py", [], 0.0, 1).write(run)  # its launcher was killed early
-    home.check_center(run, "digits-1", str(empty))
-    home.check_center(run, "digits-2", str(full))
-
-
-def test_a_copy_that_is_newer_than_the_storage_is_kept(tmp_path):
-    run, place = tmp_path / "run", str(tmp_path / "storage")
-    (run / "center").mkdir(parents=True)
-    values = {"w": np.zeros(4, np.float32)}
-    service = Service(LAYOUT, RULE, values, True, None, shards=1, storage=place)
-    try:
-        Storage(place).write("head", service.description)
-        said = []
-        home.keep_newer(run, place, said.append)
-        with Worker(values, RULE, service.open(), 0, synchronous=False) as one:
-            for version in (1, 2):
-                one.parameters["w"][:] = version
-                one.exchange()
-                one.center.save(run / "center" / "checkpoint.safetensors")
-                service.shards[0].target.save() if version == 1 else None
-                home.keep_newer(run, place, said.append)
-            center = one.center.values()["w"].copy()
-    finally:
-        service.close()
-    (words,) = said
-    assert f"{place} has the center of version 1, older than" in words
-    kept = run / "center-version-2.safetensors"
-    assert words.endswith(f"The run goes on from version 1; the copy is kept as {kept}.")
-    np.testing.assert_array_equal(load_file(kept)["w"], center)
-
-
-def test_a_run_whose_center_is_gone_does_not_begin_anew(tmp_path, monkeypatch):
-    run, full = tmp_path / "run", tmp_path / "full"
-    (run / "center").mkdir(parents=True)
-    CenterStatus({}, 0, [], []).write(run / "center")
-    Storage(str(full)).write("head", {})
-    there = {"digits-1": object()}
-    monkeypatch.setattr(home, "open_center", there.get)
-    home.check_center(run, "digits-1", None)
-    home.check_center(run, "digits-2", str(full))
-    with pytest.raises(LaunchError, match="was started with `--storage none`: it is gone"):
-        home.check_center(run, "digits-2", None)
-    with pytest.raises(LaunchError, match=f"is not in {tmp_path / 'empty'} any more: it is gone"):
-        home.check_center(run, "digits-2", str(tmp_path / "empty"))
 
 
 def test_what_speaks_of_the_launchers_machine_is_not_sent():

@@ -93,6 +93,7 @@ class Launcher:
             [process.entry for process in self._processes],
             ps=[server.entry for server in self._servers],
             cluster=asdict(asked) if asked.address else None,
+            center=self.center_name,
         )
         self._state.go_on(self.directory)
         self._written: dict[str, Any] = {}
@@ -114,6 +115,7 @@ class Launcher:
         with hearing() as self._heard:
             try:
                 self._place.begin()
+                self._record()  # what the center is called, before there is one
                 try:
                     for process in (*self._servers, *self._processes):
                         process.start()

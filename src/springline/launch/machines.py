@@ -99,7 +99,7 @@ class Machines(Place):
         name = center_name(directory)
         self._node = ray.get_runtime_context().get_node_id()
         address = ray.get_runtime_context().gcs_address
-        storage = storage_of(asked, directory)
+        storage = storage_of(asked, directory, name)
         if check_center(directory, name, storage) and storage:
             try:
                 keep_newer(directory, storage, say)

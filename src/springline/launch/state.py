@@ -46,6 +46,7 @@ class LaunchState:
     earlier: list[tuple[float, float]] = field(default_factory=list)  # launches: start and end
     ps: list[WorkerEntry] = field(default_factory=list)  # the parameter servers, by number
     cluster: dict[str, Any] | None = None  # what was asked of one, if the run is on one
+    center: str | None = None  # what the center is called there
 
     @property
     def launches(self) -> list[float]:
