@@ -4,6 +4,7 @@
     SPRINGLINE_CENTER     the name of the run's center there
     SPRINGLINE_SHARDS     into how many the center is cut, if somebody has said so
     SPRINGLINE_STORAGE    where its shards keep checkpoints, if anywhere
+    SPRINGLINE_JOIN       1 if there is a center: should it be gone, no new one is made
 
 `springline run --address` sets them. Without it, processes on any machine that reaches the cluster
 meet with these, SPRINGLINE_RANK and SPRINGLINE_WORKERS.
@@ -30,12 +31,14 @@ class Cluster:
         center: the center's name.
         shards: into how many it is cut; None to let the center choose.
         storage: where its shards keep checkpoints, if anywhere.
+        join: whether the center was made before, and is not to be made anew.
     """
 
     address: str
     center: str
     shards: int | None = None
     storage: str | None = None
+    join: bool = False
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Cluster | None:
@@ -43,7 +46,7 @@ class Cluster:
 
         >>> here = {"SPRINGLINE_ADDRESS": "10.0.0.1:6379", "SPRINGLINE_CENTER": "digits"}
         >>> Cluster.from_environment(here | {"SPRINGLINE_SHARDS": "4"})
-        Cluster(address='10.0.0.1:6379', center='digits', shards=4, storage=None)
+        Cluster(address='10.0.0.1:6379', center='digits', shards=4, storage=None, join=False)
         """
         address, center = (environment.get(f"SPRINGLINE_{k}") for k in ("ADDRESS", "CENTER"))
         if not address and not center:
@@ -58,7 +61,8 @@ class Cluster:
         if shards is not None and not (shards.strip().isdigit() and int(shards)):
             raise ValueError(f"SPRINGLINE_SHARDS must be an integer >= 1. Received: {shards!r}.")
         storage = environment.get("SPRINGLINE_STORAGE") or None
-        return cls(address, center, int(shards) if shards else None, storage)
+        join = environment.get("SPRINGLINE_JOIN") == "1"
+        return cls(address, center, int(shards) if shards else None, storage, join)
 
     def environment(self) -> dict[str, str]:
         """Return what a worker is told, so that it finds this."""
@@ -67,6 +71,7 @@ class Cluster:
             "CENTER": self.center,
             "SHARDS": self.shards,
             "STORAGE": self.storage,
+            "JOIN": 1 if self.join else None,
         }
         return {f"SPRINGLINE_{key}": str(value) for key, value in told.items() if value is not None}
 
@@ -85,6 +90,7 @@ class Cluster:
             address=self.address,
             shards=self.shards,
             storage=self.storage,
+            join=self.join,
         )
 
     def steps(self) -> list[int]:

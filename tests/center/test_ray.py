@@ -92,6 +92,14 @@ def test_who_joins_with_other_values_is_told(name, caplog):
     assert f"Joined the center {name} at version 0: its values replace" in caplog.text
 
 
+def test_a_center_that_was_made_before_is_not_made_anew(name):
+    with pytest.raises(EndedError, match=rf"The center '{name}' is gone, and was kept nowhere: th"):
+        make(name, join=True)
+    wait_until_gone(name)
+    make(name)
+    assert make(name, join=True).version == 0
+
+
 def test_shards_are_spread_over_the_machines(name):
     center = make(name, shards=4)
     where = {

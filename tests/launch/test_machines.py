@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -52,10 +53,19 @@ def hosted(tmp_path, monkeypatch):
 
 
 def test_a_machine_without_the_directory_is_named(hosted, script, tmp_path):
-    begun = hosted(script("print(1)"), tmp_path / "nowhere").begin(1, [])
+    begun = hosted(script("print(1)"), tmp_path / "nowhere").begin(1, [], False)
     assert begun.pid is None
     assert f"The script is run from {tmp_path / 'nowhere'}, which cannot be used" in begun.refused
     assert "on here (127.0.0.1): No such file or directory." in begun.refused
+
+
+@pytest.mark.parametrize("join", [False, True])
+def test_a_worker_is_told_that_there_is_a_center(hosted, script, tmp_path, join):
+    path = script("import os, sys; sys.exit(7 if 'SPRINGLINE_JOIN' in os.environ else 0)")
+    one = hosted(path, tmp_path)
+    one.begin(1, [], join)
+    wait_for(lambda: one.news({}, False).ended)
+    assert one.news({}, False).code == (7 if join else 0)
 
 
 def test_a_worker_has_ended_though_what_it_has_left_running_prints_on(hosted, script, tmp_path):
@@ -65,7 +75,7 @@ def test_a_worker_has_ended_though_what_it_has_left_running_prints_on(hosted, sc
         "print(subprocess.Popen([sys.executable, '-c', chatty]).pid, flush=True)\n"
     )
     one, fetched = hosted(path, tmp_path), Fetched(tmp_path / "run", 0)
-    assert one.begin(1, []).pid
+    assert one.begin(1, [], False).pid
 
     def ask():
         news = one.news(fetched.have, stopping=False)
@@ -112,6 +122,24 @@ def test_a_worker_whose_host_cannot_be_made_is_not_alive(tmp_path):
     with pytest.raises(ValueError, match="num_gpus"):
         worker.start()
     assert not worker.alive
+
+
+@pytest.fixture
+def remote(tmp_path):
+    """A worker whose host writes down what it is asked."""
+    cluster = Cluster("127.0.0.1:1", "digits")
+    assignment = Assignment("train.py", [], None, 0, 1, cluster, {}, "token")
+    worker = RemoteWorker(assignment, tmp_path, {})
+    worker._host = mock.Mock()
+    return worker
+
+
+def test_a_worker_makes_no_center_when_the_run_has_had_one(remote, tmp_path):
+    remote.start()
+    CenterStatus({}, 0, [], []).write(tmp_path / "center")
+    remote.start()
+    begun = remote._host.begin.remote.call_args_list
+    assert [join for (_, _, join), _ in begun] == [False, True]
 
 
 class Silent:

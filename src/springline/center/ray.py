@@ -72,6 +72,7 @@ class RayCenter(ServedCenter):
         every: tuple[int, float] = (100, 10.0),
         grace: float = GRACE,
         linger: float = LINGER,
+        join: bool = False,
     ) -> RayCenter:
         """Open the center of that name, which is made by whoever comes first.
 
@@ -93,6 +94,7 @@ class RayCenter(ServedCenter):
                 first. So much is lost, at most, of the part that a shard holds, when it dies.
             grace: seconds without a sign of life after which a worker counts as dead.
             linger: seconds without a worker after which the center saves itself and retires.
+            join: whether the center is known to have been made: it is not made anew.
         """
         connect(address)
         if storage and "://" not in storage:
@@ -102,6 +104,8 @@ class RayCenter(ServedCenter):
         while (claimed := _claim(about, who, plan.workers))[1] is None:
             peer = head_peer(name, claimed[0])
             with _at_it(peer, who), contextlib.suppress(OutrunError):
+                if join:
+                    raise _gone(name, storage)
                 maker = Maker(name, plan, rule, peer, who)
                 made = maker.make(values, restore, shards, storage, every)
                 Call(peer, "publish", who, made).result()
@@ -195,6 +199,14 @@ def _at_it(head: RayPeer, who: str) -> Iterator[None]:
         raise
     finally:
         done.set()
+
+
+def _gone(name: str, storage: str | None) -> EndedError:
+    where = f"is not in {storage} any more" if storage else "was kept nowhere"
+    return EndedError(
+        f"The center {name!r} is gone, and {where}: the run cannot go on. Start a new one, with a "
+        "storage (`--storage`) that all machines see."
+    )
 
 
 def _where(storage: str | None) -> str:

@@ -15,7 +15,7 @@ import socket
 import stat
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,12 +110,13 @@ class Host:
         self._machine = _machine()
         self._begun = Begun(self._machine)
 
-    def begin(self, life: int, starts: list[float]) -> Begun:
+    def begin(self, life: int, starts: list[float], join: bool) -> Begun:
         """Start the script, once in each life.
 
         Args:
             life: the number of this one.
             starts: when the worker was started before, on whatever machine.
+            join: whether the run's center has been made.
         """
         if life != self._life:
             self._life, self._final = life, None
@@ -124,7 +125,7 @@ class Host:
             if refused:
                 self._begun = Begun(self._machine, refused=refused)
             else:
-                self._process = process = self._make_process(script)
+                self._process = process = self._make_process(script, join)
                 process.entry.starts = list(starts)
                 process.start()
                 self._begun = Begun(self._machine, process.entry.pid)
@@ -202,13 +203,13 @@ class Host:
             "directory that all machines see and may write to, or an fsspec URL, with `--storage`."
         )
 
-    def _make_process(self, script: Path) -> WorkerProcess:
+    def _make_process(self, script: Path, join: bool) -> WorkerProcess:
         given = self._assignment
         own = {k: v for k, v in os.environ.items() if k not in _RAYS}
         own = {**given.environment, **own}
         own |= {name: given.environment[name] for name in THREADS if name in given.environment}
         ours = environment(own, self._directory, given.rank, given.workers)
-        ours |= given.cluster.environment()
+        ours |= replace(given.cluster, join=join).environment()
         command = [str(script), *given.arguments]
         return WorkerProcess(command, self._directory, given.rank, ours)
 

@@ -13,8 +13,10 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
 
+from springline.launch.directory import CENTER
 from springline.launch.fetch import Fetched
 from springline.launch.host import Assignment, Begun, Host, News
+from springline.launch.state import CenterStatus
 from springline.launch.task import Task
 from springline.run import Run
 
@@ -74,7 +76,8 @@ class RemoteWorker(Task):
         self._alive = True  # now that there is somebody to ask
         starts = [*self.entry.starts]
         self.entry.starts.append(time.time())
-        self._ask("begin", self._life, starts)
+        made = CenterStatus.read(self._directory / CENTER) is not None
+        self._ask("begin", self._life, starts, made)
 
     def look(self) -> bool:
         """Return whether it has ended since the last look; its entry then has the exit code.
