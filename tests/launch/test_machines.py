@@ -21,7 +21,7 @@ from springline.center import CenterError, Layout, LocalCenter
 from springline.cluster import Cluster
 from springline.launch import host, machines, watch
 from springline.launch.fetch import Fetched
-from springline.launch.host import Assignment, Host
+from springline.launch.host import Assignment, Begun, Host
 from springline.launch.remote import RemoteWorker
 from springline.launch.watch import ClusterKeeper
 
@@ -140,6 +140,32 @@ def test_a_worker_makes_no_center_when_the_run_has_had_one(remote, tmp_path):
     remote.start()
     begun = remote._host.begin.remote.call_args_list
     assert [join for (_, _, join), _ in begun] == [False, True]
+
+
+def test_a_machine_that_refuses_a_worker_ends_the_run_only_at_first(remote, monkeypatch):
+    monkeypatch.setattr("springline.launch.remote.ray", mock.Mock())
+    remote.start()
+    assert remote._hear_begun(Begun("here", refused="There is no storage."))
+    assert remote.refused == "There is no storage."
+    remote.log.parent.mkdir()
+    remote.log.write_text("Of the life before.\n")
+    remote.refused, remote._host = None, mock.Mock()
+    remote.start()
+    assert remote._hear_begun(Begun("here", refused="There is no storage."))
+    assert remote.refused is None
+    assert not remote.alive
+    assert remote.describe_end() == "was lost on here: There is no storage"
+    assert remote.last_words() == ""  # and not those of the life before
+    assert remote._host is None  # the next one may be on another machine
+
+
+def test_a_script_that_is_away_is_waited_for_in_a_later_life(hosted, tmp_path, monkeypatch):
+    path = tmp_path / "late.py"
+    one = hosted(path, tmp_path)
+    assert f"The script {path} is not on here (127.0.0.1), or" in one.begin(1, [], False).refused
+    monkeypatch.setattr(host.time, "sleep", lambda _: path.touch())
+    assert one.begin(2, [], False).pid
+    wait_for(lambda: one.news({}, False).ended)
 
 
 class Silent:

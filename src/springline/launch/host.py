@@ -120,12 +120,11 @@ class Host:
         """
         if life != self._life:
             self._life, self._final = life, None
-            script, refused = self._find_script(self._machine)
-            refused = refused or self._check_storage(self._machine)
+            refused = self._find_script() or self._check_storage()
             if refused:
                 self._begun = Begun(self._machine, refused=refused)
             else:
-                self._process = process = self._make_process(script, join)
+                self._process = process = self._make_process(join)
                 process.entry.starts = list(starts)
                 process.start()
                 self._begun = Begun(self._machine, process.entry.pid)
@@ -166,29 +165,31 @@ class Host:
         os.close(self._lock)
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _find_script(self, machine: str) -> tuple[Path, str | None]:
-        """Return where the script is on this machine, and what is wrong with it."""
+    def _find_script(self) -> str | None:
+        """Go to where the script is run from; return what is wrong with it on this machine."""
         given = self._assignment
-        script = Path(given.script)
         folder = Path(given.directory) if given.directory else Path.cwd()
-        where = folder / script
-        if where.is_file() and os.access(where, os.R_OK):
-            try:
-                os.chdir(folder)
-            except OSError as error:
-                return script, (
-                    f"The script is run from {folder}, which cannot be used on {machine}: "
-                    f"{error.strerror}. Start from a directory that all machines see under the "
-                    "same name, or let one be copied to them with `--working-dir DIR`."
-                )
-            return script, None
-        return script, (
-            f"The script {where} is not on {machine}, or cannot be read there. Keep it in a "
-            "directory that all machines see under the same name, or let it be copied to them "
-            "with `--working-dir DIR`."
-        )
+        where = folder / given.script
+        deadline = time.monotonic() + (_SEEN if self._life > 1 else 0.0)  # it was there before
+        while not _is_readable(where) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        if not _is_readable(where):
+            return (
+                f"The script {where} is not on {self._machine}, or cannot be read there. Keep it "
+                "in a directory that all machines see under the same name, or let it be copied to "
+                "them with `--working-dir DIR`."
+            )
+        try:
+            os.chdir(folder)
+        except OSError as error:
+            return (
+                f"The script is run from {folder}, which cannot be used on {self._machine}: "
+                f"{error.strerror}. Start from a directory that all machines see under the same "
+                "name, or let one be copied to them with `--working-dir DIR`."
+            )
+        return None
 
-    def _check_storage(self, machine: str) -> str | None:
+    def _check_storage(self) -> str | None:
         place = self._assignment.cluster.storage
         if place is None:
             return None
@@ -199,19 +200,24 @@ class Host:
         if token_in(place) == self._assignment.token:
             problem = _problem_with_writing(place)
         return problem and (
-            f"The center's checkpoints cannot be kept in {place} from {machine}: {problem}. Give a "
-            "directory that all machines see and may write to, or an fsspec URL, with `--storage`."
+            f"The center's checkpoints cannot be kept in {place} from {self._machine}: {problem}. "
+            "Give a directory that all machines see and may write to, or an fsspec URL, with "
+            "`--storage`."
         )
 
-    def _make_process(self, script: Path, join: bool) -> WorkerProcess:
+    def _make_process(self, join: bool) -> WorkerProcess:
         given = self._assignment
         own = {k: v for k, v in os.environ.items() if k not in _RAYS}
         own = {**given.environment, **own}
         own |= {name: given.environment[name] for name in THREADS if name in given.environment}
         ours = environment(own, self._directory, given.rank, given.workers)
         ours |= replace(given.cluster, join=join).environment()
-        command = [str(script), *given.arguments]
+        command = [given.script, *given.arguments]
         return WorkerProcess(command, self._directory, given.rank, ours)
+
+
+def _is_readable(file: Path) -> bool:
+    return file.is_file() and os.access(file, os.R_OK)
 
 
 def put_token(place: str, token: str) -> None:

@@ -136,6 +136,10 @@ class RemoteWorker(Task):
             return super().describe_end()
         return f"was lost{f' on {self.entry.machine}' if self.entry.machine else ''}: {self._lost}"
 
+    def last_words(self) -> str:
+        """Return its last line; nothing if the script was not started in this life."""
+        return super().last_words() if self._begun else ""
+
     def _ask(self, method: str, *arguments: Any) -> None:
         self._last = method, arguments
         self._asked = getattr(self._host, method).remote(*arguments)
@@ -150,6 +154,8 @@ class RemoteWorker(Task):
 
     def _hear_begun(self, begun: Begun) -> bool:
         self.entry.machine = begun.machine
+        if begun.refused and self._life > 1:  # what was there before may be back soon
+            return self._lose(begun.refused.rstrip("."))
         if begun.refused:
             self.refused = begun.refused
             self._alive = False

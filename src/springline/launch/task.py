@@ -33,7 +33,7 @@ class Task(ABC):
     Attributes:
         entry: what is known of it.
         restart_at: when it is to be started again, if it is.
-        refused: why it can never be started, once that is known.
+        refused: why the run cannot go on with it, once that is known.
     """
 
     def __init__(self, directory: Path, number: int, job: Job = "worker") -> None:
