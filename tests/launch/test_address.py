@@ -78,6 +78,7 @@ def test_a_run_on_a_cluster_whose_worker_is_killed(train, command, run, tmp_path
         (["--address", "127.0.0.1:1"], "There is no Ray cluster at 127.0.0.1:1. Start one with"),
         (["--address", "auto", "--ps", 1], "Received: --ps 1 with --address auto."),
         (["--address", "ray://here:10001"], "must be `auto` or HOST:PORT"),
+        (["--address", "http://here:8265"], "Received: http://here:8265 (the dashboard's)."),
         (["--gpus", 1], "`--gpus` is for a run on a cluster."),
         (["--address", "auto", "--center-shards", 0], "`--center-shards` must be an integer >= 1"),
     ],

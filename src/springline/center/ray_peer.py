@@ -44,6 +44,10 @@ OPTIONS: Mapping[str, Any] = {  # of `ray.init`
     "logging_level": "ERROR",
 }
 PAUSE = 0.2  # seconds before an actor that is away is asked again
+# How a client begins to speak HTTP/2, as Ray does: the preface, and settings that say nothing.
+_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+_SETTINGS = b"\4"  # the fourth byte of the answer
+_PATIENCE = 10.0  # seconds that the answer may take
 
 
 class RayPeer:
@@ -180,6 +184,18 @@ def _recorded() -> str | None:
     return None if found == "auto" else found or None
 
 
+def _check_answers(address: str) -> None:
+    """Raise OSError or ValueError unless a server such as Ray's answers there."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    with socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE) as link:
+        if os.environ.get("RAY_USE_TLS", "").lower() in ("1", "true"):
+            return
+        link.sendall(_HELLO)
+        with link.makefile("rb") as answer:
+            if answer.read(4)[3:] != _SETTINGS:
+                raise ValueError(f"What answers at {address} does not speak HTTP/2.")
+
+
 def connect(address: str | None = None) -> None:
     """Connect this process to a Ray cluster, unless it is.
 
@@ -193,15 +209,17 @@ def connect(address: str | None = None) -> None:
     where = f"at {there}" if there else "on this machine"
     if there != address and there:
         where += ", which Ray takes for the last one of this machine (`ray stop` forgets it)"
-    nobody = CenterError(
-        f"There is no Ray cluster {where}. Start one with `ray start --head` on one machine and "
-        "`ray start --address HOST:6379` on the others, or give the address of one that runs."
+    advice = (
+        "Start one with `ray start --head` on one machine and `ray start --address HOST:6379` on "
+        "the others, or give the address of one that runs."
     )
+    if there and (there.startswith(("http://", "https://")) or there.endswith(":8265")):
+        advice = "That is where its dashboard and its job server are; its own address is HOST:6379."
+    nobody = CenterError(f"There is no Ray cluster {where}. {advice}")
     if there:  # Ray itself would try for minutes
-        host, _, port = there.removeprefix("ray://").rpartition(":")
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
-        except (OSError, ValueError) as error:
+            _check_answers(there)
+        except (OSError, OverflowError, ValueError) as error:
             raise nobody from error
     try:
         ray.init(address=address, **OPTIONS)

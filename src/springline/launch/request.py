@@ -58,10 +58,11 @@ class ClusterRequest:
                 f"--address {self.address}. Leave one of them out."
             )
         if self.address and "://" in self.address:
+            dashboard = " (the dashboard's)" if self.address.startswith("http") else ""
             raise LaunchError(
-                f"`--address` must be `auto` or HOST:PORT, of a cluster that this machine is part "
-                f"of. Received: {self.address}. From outside, use `ray job submit -- springline "
-                "run --address auto ...`."
+                f"`--address` must be `auto` or HOST:PORT, as HOST:6379, of a cluster that this "
+                f"machine is part of. Received: {self.address}{dashboard}. From outside, use `ray "
+                "job submit -- springline run --address auto ...`."
             )
         if self.shards is not None and self.shards < 1:
             raise LaunchError(
