@@ -23,6 +23,8 @@ from springline.launch import host, machines, watch
 from springline.launch.fetch import Fetched
 from springline.launch.host import Assignment, Begun, Host
 from springline.launch.remote import RemoteWorker
+from springline.launch.request import ClusterRequest
+from springline.launch.state import CenterStatus
 from springline.launch.watch import ClusterKeeper
 
 LAYOUT, RULE = Layout.of({"w": np.zeros(4, np.float32)}), ElasticAverage(workers=2)
@@ -32,6 +34,12 @@ def test_what_speaks_of_the_launchers_machine_is_not_sent():
     own = ["LD_PRELOAD", "SLURM_JOB_ID", "TF_CONFIG", "RANK", "MASTER_ADDR", "XDG_RUNTIME_DIR"]
     sent = machines._surroundings(dict.fromkeys([*own, "RAY_ADDRESS", "MINE"], "x"))
     assert sent == {"MINE": "x"}
+
+
+def test_a_host_asks_for_something_or_ray_would_not_spread_them():
+    options = machines._options(ClusterRequest("auto", cpus=0, gpus=0))
+    assert options["scheduling_strategy"] == "SPREAD"
+    assert any(options[kind] for kind in ("num_cpus", "num_gpus", "memory"))
 
 
 @pytest.fixture

@@ -278,6 +278,7 @@ def _options(asked: ClusterRequest) -> dict[str, Any]:
     return {
         "num_cpus": 1.0 if asked.cpus is None else asked.cpus,
         "num_gpus": asked.gpus or 0.0,
+        "memory": 1,  # of an actor that asks for nothing at all, Ray minds no place
         "max_restarts": 0,
         "max_task_retries": 0,
         "scheduling_strategy": "SPREAD",
