@@ -35,7 +35,7 @@ from springline.center.ray_peer import (
 )
 from springline.center.served.center import ServedCenter
 from springline.center.served.head import GRACE
-from springline.center.served.peer import Call, PeerLostError
+from springline.center.served.peer import Call
 from springline.rules.rule import Rule
 
 _log = logging.getLogger("springline")
@@ -146,21 +146,15 @@ class RayCenter(ServedCenter):
     def retire(self) -> None:
         """Save every shard to the storage, and end the center's actors."""
         self.close()
-        pending = self.head.ask("retire")
         deadline = time.monotonic() + _RETIRING
-        while time.monotonic() < deadline:
-            try:
-                pending.result(1.0)
-            except TimeoutError:
-                continue
-            except PeerLostError:  # it is being started again
-                time.sleep(PAUSE)
-                pending = self.head.ask("retire")
-                continue
-            except EndedError:
-                return  # the head has ended before it could answer
-            return
-        raise CenterError(f"The center {self.name!r} could not be saved and ended in time.")
+
+        def check() -> None:
+            if time.monotonic() > deadline:
+                raise CenterError(f"The center {self.name!r} could not be saved and ended in time.")
+
+        call = Call(self.head, "retire", check=check)
+        with contextlib.suppress(EndedError):  # the head has ended before it could answer
+            call.result()
 
 
 def _claim(about: tuple[Any, ...], who: str, workers: int) -> tuple[Any, Any]:
