@@ -222,10 +222,10 @@ def directory() -> Path | None:
 
 
 def report(text: str) -> None:
-    """Say how it ended: `springline run` shows it after the run, a script alone prints it."""
+    """Say how it ended: `springline run` shows rank 0's after the run, a script alone prints it."""
     print(text, flush=True)
     folder = directory()
-    if folder:
+    if folder and rank() == 0:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_private(folder / REPORT, f"{text}\n")
 

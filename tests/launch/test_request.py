@@ -59,6 +59,9 @@ def test_parts_of_a_gpu_and_several_can_be_had():
 def test_a_report_makes_the_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("SPRINGLINE_RUN", str(tmp_path / "runs" / "digits"))
     report("It went well.")
+    for name, value in (("RANK", "1"), ("WORKERS", "2")):
+        monkeypatch.setenv(f"SPRINGLINE_{name}", value)
+    report("It went otherwise here.")  # only rank 0's is kept
     assert (tmp_path / "runs" / "digits" / "report.txt").read_text() == "It went well.\n"
     assert (tmp_path / "runs" / "digits").stat().st_mode & 0o777 == 0o700
 

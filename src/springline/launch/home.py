@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from springline.center import CenterError, CheckpointError
-from springline.center.checkpoint import describe, newest, write_tensors
+from springline.center.checkpoint import describe, newest
 from springline.center.ray import LINGER
 from springline.center.served.center import read_stored
 from springline.center.served.founding import find_center
@@ -18,7 +18,7 @@ from springline.center.served.head import GRACE
 from springline.center.served.storage import Storage
 from springline.center.shared import CHECKPOINT_NAME
 from springline.launch.directory import CENTER, LaunchError
-from springline.launch.keeper import read_center
+from springline.launch.keeper import keep_copy
 from springline.launch.request import NO_STORAGE, ClusterRequest
 from springline.launch.state import CenterStatus, LaunchState
 from springline.launch.watch import open_center
@@ -92,8 +92,7 @@ def keep_newer(directory: Path, storage: str, say: Callable[[str], None]) -> Non
         return
     ours, stored = describe(copy).version, read_stored(storage).version
     if stored < ours:
-        kept = directory / f"center-version-{ours}.safetensors"
-        write_tensors(kept, read_center(directory / CENTER, copy))
+        kept = keep_copy(directory, copy)
         say(
             f"{storage} has the center of version {stored}, older than the copy in the run "
             f"directory, version {ours}: its checkpoints may have failed. The run goes on from "

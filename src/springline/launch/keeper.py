@@ -189,7 +189,11 @@ def _find_center(directory: Path) -> tuple[Mapping[str, NDArray[Any]], str]:
             f"The center of the run in {directory} was on TensorFlow's parameter servers. What is "
             "left of it is what the script has saved (`swapping_saver`)."
         )
-    raise LaunchError(f"The run in {directory} has no center yet: no worker has made one.")
+    raise LaunchError(
+        f"The run in {directory} has no center yet: no worker has made one here. That of workers "
+        "that were started without a launcher on a cluster is in their SPRINGLINE_STORAGE: give "
+        "that instead."
+    )
 
 
 def read_center(place: Path, checkpoint: Path) -> Mapping[str, NDArray[Any]]:
