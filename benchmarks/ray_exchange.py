@@ -30,7 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from springline.center.ray import NAMESPACE
 
 FULL = [
-    Case(25_000_000, p, s, 20 if p == 1 else 10, rule)
+    Case(25_000_000, p, s, 20, rule)
     for rule in ("elastic", "averaging", "AGN")
     for p in (1, 2, 4)
     for s in (1, 2, 4, 8)
