@@ -22,7 +22,7 @@ from hypothesis import settings  # noqa: E402
 
 from springline.center import place  # noqa: E402
 
-collect_ignore_glob = ["*/conftest.py"]  # they hold no doctests
+collect_ignore_glob = ["conftest.py", "*/conftest.py"]  # they hold no doctests
 settings.register_profile("springline", deadline=None)  # a busy machine is no error
 settings.load_profile("springline")
 

@@ -9,9 +9,10 @@ from streamed import RULES, SIZE, VALUES, WORKERS, asked_of, elsewhere, open_fil
 
 from served import message, worker
 from springline import ModelAverage
-from springline.center import NonFiniteError
+from springline.center import CenterError, NonFiniteError
 from springline.center.served import rooms
 from springline.center.served.parts import Parts
+from springline.center.served.peer import PeerLostError
 from springline.center.served.rooms import split
 
 pytestmark = pytest.mark.usefixtures("small")
@@ -174,3 +175,23 @@ def test_rooms_are_let_go(serve, together):
     for one in workers:
         one.member.leave()
     assert open_files() == before + own
+
+
+def test_who_leaves_does_not_wait_for_a_head_that_is_away(serve, background):
+    """As after Ctrl-C, while a round is under way in the background."""
+    rule = RULES["average"]
+    service = serve(rule)
+    one = worker(service, rule, timeout=None)
+    away = threading.Event()
+
+    def be_away(method):
+        if method in ("begin", "contribute"):
+            away.set()
+            raise PeerLostError("its machine is down")
+
+    service.head.disturb = be_away
+    exchange = background(one.exchange)
+    assert away.wait(10)
+    background(one.member.leave).result(10)
+    with pytest.raises(CenterError, match="Rank 0 has left the center"):
+        exchange.result(10)

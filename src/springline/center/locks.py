@@ -133,7 +133,8 @@ class RecordLocks(Locks):
         with self._guard:
             self._users -= 1
             if self._users == 0:
-                self._open.pop(next(key for key, locks in self._open.items() if locks is self))
+                for key in [key for key, locks in self._open.items() if locks is self]:
+                    del self._open[key]  # a forked child has none
                 os.close(self._fd)
 
     def _take_from_others(self, number: int, block: bool) -> bool:

@@ -134,9 +134,14 @@ class Keeper:
 
 def keep_copy(directory: Path, copy: Path) -> Path:
     """Keep a checkpoint in a run's directory, which others would replace; return where."""
-    kept = directory / f"center-version-{describe(copy).version}.safetensors"
-    if not kept.exists():
-        write_tensors(kept, read_center(directory / CENTER, copy))
+    fixed = directory / f".{CHECKPOINT_NAME}-kept"
+    fixed.unlink(missing_ok=True)
+    fixed.hardlink_to(copy)  # whatever is written to its place meanwhile
+    try:
+        kept = directory / f"center-version-{describe(fixed).version}.safetensors"
+        write_tensors(kept, read_center(directory / CENTER, fixed))
+    finally:
+        fixed.unlink()
     return kept
 
 

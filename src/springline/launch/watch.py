@@ -19,7 +19,7 @@ from springline.center.ray import RayCenter
 from springline.center.served.messages import Trouble
 from springline.center.served.peer import PeerLostError
 from springline.center.shared import CHECKPOINT_NAME
-from springline.launch.directory import CENTER
+from springline.launch.directory import CENTER, LaunchError
 from springline.launch.keeper import Keeper, keep_copy, read_center
 from springline.launch.state import CenterStatus
 
@@ -208,8 +208,12 @@ class CenterWatch:
         path = self._directory / CHECKPOINT_NAME
         for copy in (path, previous(path)):
             if copy.exists() and trouble.as_of < copy.stat().st_mtime < trouble.began:
-                kept = keep_copy(self._directory.parent, copy)
-                _log.warning("The run directory's copy has more; it is kept as %s.", kept)
+                try:
+                    kept = keep_copy(self._directory.parent, copy)
+                except (LaunchError, CenterError, OSError) as error:
+                    _log.warning("The run directory's copy has more, but was not kept: %s", error)
+                else:
+                    _log.warning("The run directory's copy has more; it is kept as %s.", kept)
                 break
 
 

@@ -149,7 +149,7 @@ class CollectiveCenter(Center):
         """Let go of the group. Unlike `leave`, it waits for nobody, and others may fail."""
         if self.member is not None:
             self.member.left = True
-        if self._keeper is not None:
+        if self._keeper is not None and os.getpid() == self.process:
             self._keeper.close()
         self.group.close()
 

@@ -102,6 +102,8 @@ class CollectiveMember(Member):
             self.center.group.part()
             if whole:
                 self.center.save_last()
+            else:
+                self.center.close()
 
     def _meet(self, row: Row) -> None:
         """Add up, and close the round."""

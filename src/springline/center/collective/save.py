@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import platform
 import threading
@@ -104,7 +105,8 @@ def _alone_in(directory: Path) -> RecordLocks | None:
         _log.warning("Two groups in %s would not notice each other: %s", directory, error)
         return None
     if taken:
-        write_private(owner, here)
+        with contextlib.suppress(OSError):  # what cannot be written is said when it matters
+            write_private(owner, here)
         return locks
     locks.close()
     where = owner.read_text("utf-8") if owner.exists() else here

@@ -53,6 +53,7 @@ class ServedMember(Member):
         self.timeout = timeout
         self.center = center
         self.left = False
+        self._leaver = 0  # the thread that has left
         self._problem: CenterError | None = None  # why we are no member any more
         self._incarnation, row, _ = self.ask_head("join", rank, None)
         self.start_step = row.steps
@@ -107,7 +108,7 @@ class ServedMember(Member):
         """Give the rank back, once."""
         if self.left or os.getpid() != self.center.process:
             return
-        self.left = True
+        self.left, self._leaver = True, threading.get_ident()
         self._gone.set()
         with self._turn:
             self.center.forget(self)
@@ -125,15 +126,22 @@ class ServedMember(Member):
 
     def check_here(self) -> None:
         """Refuse to exchange when no longer a member."""
-        self._check_stays()
+        if self.left:
+            raise self._has_left()
         if self._problem:
             raise self._problem
         self.center.check_process()
 
     def _check_stays(self) -> None:
-        """Give up what is under way in the background when the worker has left."""
-        if self.left:
-            raise CenterError(f"Rank {self.rank} has left the center; join again to exchange.")
+        """Give up what is under way in the background when the worker has left.
+
+        What the same thread is at, which a signal's handler has interrupted, comes to its end.
+        """
+        if self.left and threading.get_ident() != self._leaver:
+            raise self._has_left()
+
+    def _has_left(self) -> CenterError:
+        return CenterError(f"Rank {self.rank} has left the center; join again to exchange.")
 
     # Asynchronous rules.
 
@@ -196,7 +204,8 @@ class ServedMember(Member):
 
     def ask_head(self, method: str, *arguments: Any) -> Any:
         """Call the head."""
-        return Call(self.center.head, method, *arguments, timeout=self._patience).result()
+        peer, check = self.center.head, self._check_stays
+        return Call(peer, method, *arguments, timeout=self._patience, check=check).result()
 
     def ask_as_member(self, method: str, *arguments: Any) -> Any:
         """Call the head as a member; join anew if it has forgotten us."""

@@ -130,13 +130,17 @@ class Storage:
 
     def _mark(self, path: str) -> tuple[int, int]:
         """Return the number and the life of what was last written to a slot, whole or not."""
-        return _mark_in(self._bytes(path, _BEGINNING))
+        try:
+            return _mark_in(self._bytes(path, _BEGINNING))
+        except CheckpointError:  # some have no part of a file that is empty
+            return _mark_in(self._bytes(path))
 
     def _bytes(self, path: str, most: int | None = None) -> bytes:
         """Return what a file begins with; nothing if it is not there."""
         try:
             if self._fs is not None:
-                return bytes(self._fs.cat_file(path, end=most))
+                part = {} if most is None else {"start": 0, "end": most}
+                return bytes(self._fs.cat_file(path, **part))
             with Path(path).open("rb") as file:
                 return file.read(-1 if most is None else most)
         except FileNotFoundError:
