@@ -14,7 +14,7 @@ from typing import Any
 from ray.exceptions import RayError
 
 from springline.center import CenterError
-from springline.center.checkpoint import newest, previous
+from springline.center.checkpoint import describe, newest, previous
 from springline.center.ray import RayCenter
 from springline.center.served.messages import Trouble
 from springline.center.served.peer import PeerLostError
@@ -193,9 +193,9 @@ class CenterWatch:
                 if before and before.life != trouble.life:
                     _log.warning("%s was started again.", name)
                 if trouble.lost > (before.lost if before and before.life == trouble.life else 0):
-                    self._tell_of_loss(name, trouble)
+                    self._tell_of_loss(name, trouble, center.base + trouble.had)
 
-    def _tell_of_loss(self, name: str, trouble: Trouble) -> None:
+    def _tell_of_loss(self, name: str, trouble: Trouble, version: int) -> None:
         """Say what a shard has lost; keep the run directory's copy, if it has more."""
         ago = f"{time.time() - trouble.as_of:.0f} s ago" if trouble.as_of else "some time ago"
         _log.warning(
@@ -207,14 +207,15 @@ class CenterWatch:
         )
         path = self._directory / CHECKPOINT_NAME
         for copy in (path, previous(path)):
-            if copy.exists() and trouble.as_of < copy.stat().st_mtime < trouble.began:
-                try:
+            try:
+                if copy.stat().st_mtime < trouble.began and describe(copy).version > version:
                     kept = keep_copy(self._directory.parent, copy)
-                except (LaunchError, CenterError, OSError) as error:
-                    _log.warning("The run directory's copy has more, but was not kept: %s", error)
-                else:
                     _log.warning("The run directory's copy has more; it is kept as %s.", kept)
-                break
+                    break
+            except FileNotFoundError:
+                continue
+            except (LaunchError, CenterError, OSError) as error:
+                _log.warning("The run directory's copy could not be kept: %s", error)
 
 
 def _no_answer(error: RayError) -> CenterError:

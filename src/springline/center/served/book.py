@@ -29,6 +29,7 @@ class Book:
         self._turns: dict[int, threading.Lock] = {}
         self._back = False  # whether we were started again
         self._heard: set[int] = set()  # ranks that have exchanged since
+        self.had = 0  # exchanges, when we were
         self.lost = 0  # exchanges that ranks had made, and of which nothing is known
         self._table = threading.Lock()  # of the dictionaries above
 
@@ -43,7 +44,7 @@ class Book:
         )
         book._latest = {rank: (row.incarnation, row.number) for rank, row in book._rows.items()}
         book._latest |= {rank: at for rank, (at, _) in book._pieces.items()}
-        book._back = True
+        book._back, book.had = True, sum(row.exchanges for row in book._rows.values())
         return book
 
     def to_json(self) -> dict[str, Any]:

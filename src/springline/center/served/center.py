@@ -47,7 +47,7 @@ class ServedCenter(Center):
         self.parts = cut(self.plan, description["asked"])
         self.process = os.getpid()
         self._members: list[ServedMember] = []
-        self._base = int(description["base"])
+        self.base = int(description["base"])
         self._version = 0
         self._closed = False
 
@@ -56,7 +56,7 @@ class ServedCenter(Center):
         """Exchanges so far, or rounds. It does not go back, also if a shard had to."""
         rows, closed = self._known()
         done = closed if self.plan.synchronous else sum(row.exchanges for row in rows.values())
-        self._version = max(self._version, self._base + done)
+        self._version = max(self._version, self.base + done)
         return self._version
 
     def members(self) -> list[int]:

@@ -49,14 +49,15 @@ class Trouble:
         life: another one whenever it is started.
         failed: why its last checkpoint could not be written, if it could not.
         lost: exchanges that it had applied before it was started again, and has not any more.
-        as_of: when the last exchange was that it still has of those before, in seconds since the
-            epoch.
+        had: exchanges that it still has of those before.
+        as_of: when the last of these was, in seconds since the epoch.
         began: when it was started.
     """
 
     life: str
     failed: str | None
     lost: int
+    had: int
     as_of: float
     began: float
 

@@ -176,7 +176,7 @@ class Shard:
         """Return what whoever watches should know of."""
         failed = self._checkpoints.failed if self._checkpoints else None
         lost = 0 if self._rule.synchronous else self._book.lost  # rounds are made again
-        return Trouble(self.life, failed, lost, self._back_to, self._began)
+        return Trouble(self.life, failed, lost, self._book.had, self._back_to, self._began)
 
     def _collect(self) -> Saved:
         """Return what a checkpoint holds.
