@@ -108,7 +108,6 @@ class Machines(Place):
         self._cluster = Cluster(address, name, asked.shards, storage)
         self._say = say
         self._asked = asked
-        self._cut_off = False
         self._sayer = _Sayer(say)
         self._silent = False  # whether nobody answers
         self._told: set[int] = set()  # ranks of which we have said that they wait
@@ -176,8 +175,8 @@ class Machines(Place):
 
     def finish(self, hurried: Callable[[], bool]) -> Path | None:
         """Look for the last time, keep the center and end it."""
-        self._cut_off = self._is_cut_off()
-        if self._cut_off:
+        self.cut_off = self._is_cut_off()
+        if self.cut_off:
             raise CenterError("This machine has left the cluster.")
         self._watch.finish()
         return self._keeper.finish(hurried)
@@ -187,7 +186,7 @@ class Machines(Place):
         self._watch.end()
         self._keeper.end()
         _log.removeHandler(self._sayer)
-        if self._cut_off:
+        if self.cut_off:
             return  # they are gone, and nobody answers
         for worker in self._workers:
             worker.release()
