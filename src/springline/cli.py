@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -151,10 +149,6 @@ def run(
         say(f"The last lines of {failed.name} ({_short(failed.log)}):")
         for line in failed.last_lines():
             say(f"  {line}")
-    if launcher.cut_off:  # Ray's threads wait for a node that is gone, and may crash when we end
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
     if launcher.center is None and status and not launcher.ps:
         raise typer.Exit(status)
     if launcher.center is None and not launcher.ps:

@@ -23,6 +23,7 @@ from springline.center.served.center import ServedCenter
 from springline.center.served.peer import Call
 from springline.rules import SGD, Adagrad, Adam, Momentum
 
+PATIENCE = 120.0  # seconds: on a busy machine Ray takes a while to start an actor
 RULES = {
     "elastic": lambda **k: ElasticAverage(**({"moving_rate": 0.25} | k)),
     "average": ModelAverage,
@@ -244,7 +245,7 @@ def exchange_all(workers, together):
             worker.exchange()
 
 
-def wait_for(condition, seconds=20):
+def wait_for(condition, seconds=PATIENCE):
     """Poll a condition that will come true."""
     deadline = time.monotonic() + seconds
     while not condition():

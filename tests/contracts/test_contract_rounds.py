@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from centers import RULES, each, model, on, wait_for
+from centers import PATIENCE, RULES, each, model, on, wait_for
 
 from springline import ModelAverage
 from springline.center import RoundTimeoutError
@@ -41,7 +41,7 @@ def test_who_leaves_is_no_longer_waited_for(place, background):
     assert not any(r.done() for r in rounds)
     three.member.leave()
     for r in rounds:
-        r.result(20)
+        r.result(PATIENCE)
     assert v(one) == v(two) == v(one.center) == 5.5
     two.member.leave()
     one.exchange()
@@ -57,10 +57,10 @@ def test_who_joins_during_a_round_takes_part_in_the_next(place, background, toge
     early = background(three.exchange)  # it has to wait for the round that is under way
     assert not first.done()
     two.exchange()
-    first.result(20)
+    first.result(PATIENCE)
     assert v(one) == v(two) == 5.5
     together(one.exchange, two.exchange)
-    early.result(20)
+    early.result(PATIENCE)
     assert v(one) == v(two) == v(three) == (5.5 + 5.5 + 100) / 3
     assert one.center.version == 2
 
@@ -73,7 +73,7 @@ def test_who_joins_an_untouched_round_is_part_of_it(place, background):
     wait_for(lambda: place.waits(0) and place.waits(1))
     three.exchange()
     for r in rounds:
-        r.result(20)
+        r.result(PATIENCE)
     assert v(one) == v(two) == v(three) == 37
 
 
@@ -123,7 +123,7 @@ def test_the_barrier_holds_until_all_have_joined_once(place, name, background):
     wait_for(lambda: place.opened and place.opened[0].members() == [0])
     assert not early.done()
     second = place.worker(START, rule, 1, synchronous=True)
-    first = early.result(20)
+    first = early.result(PATIENCE)
     for worker in (first, second):
         worker.member.leave()
     alone = place.worker(START, rule, 0, synchronous=True)  # a center that has started never waits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import os
 import socket
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from springline.center.errors import CenterError, EndedError
+from springline.center.ray_door import Door
 from springline.center.served.messages import Reply
 from springline.center.served.peer import NotHereError, PeerLostError
 
@@ -48,6 +50,9 @@ PAUSE = 0.2  # seconds before an actor that is away is asked again
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 _SETTINGS = b"\4"  # the fourth byte of the answer
 _PATIENCE = 10.0  # seconds that the answer may take
+door = Door(ray.is_initialized)
+atexit.register(door.close)  # earlier than what Ray has registered before
+os.register_at_fork(after_in_child=door.renew)
 
 
 class RayPeer:
@@ -67,12 +72,8 @@ class RayPeer:
 
     def ask(self, method: str, *arguments: Any) -> _Pending:
         """Begin a call."""
-        self._check_connected()
-        return _Pending(self, getattr(self._handle, method).remote(*arguments))
-
-    def _check_connected(self) -> None:
-        if not ray.is_initialized():  # Ray would connect anew, when the interpreter is about to end
-            raise EndedError("This process has left the Ray cluster. Start it again.")
+        with door.inside():
+            return _Pending(self, getattr(self._handle, method).remote(*arguments))
 
     async def answer(self, method: str, *arguments: Any) -> Any:
         """Make a call, again and again while the actor is away, from another actor."""
@@ -87,14 +88,15 @@ class RayPeer:
 
     def tell(self, method: str, *arguments: Any) -> None:
         """Make a call whose answer nobody waits for."""
-        self._check_connected()
-        getattr(self._handle, method).options(num_returns=0).remote(*arguments)
+        with door.inside():
+            getattr(self._handle, method).options(num_returns=0).remote(*arguments)
 
     def has_restarted(self, life: str) -> bool:
         """Whether a shard is known to be in another life than that one; does not wait."""
-        probe = self._probe = self._probe or self._handle.in_life.remote()
         try:
-            now = ray.get(probe, timeout=0)
+            with door.inside():
+                probe = self._probe = self._probe or self._handle.in_life.remote()
+                now = ray.get(probe, timeout=0)
         except GetTimeoutError:
             return False  # it is away, or has not answered yet
         except RayActorError:
@@ -169,10 +171,12 @@ def _get(ref: Any, deadline: float) -> Any:
     We wait before we get: a `ray.get` that runs out of time throws away what has already come over
     the network, and what takes longer than that would never be here.
     """
-    ready, _ = ray.wait([ref], timeout=max(0.0, deadline - time.monotonic()), fetch_local=True)
-    if not ready:
-        raise NotHereError
-    return ray.get(ref)
+    with door.inside():
+        left = max(0.0, deadline - time.monotonic())
+        ready, _ = ray.wait([ref], timeout=left, fetch_local=True)
+        if not ready:
+            raise NotHereError
+        return ray.get(ref)
 
 
 def _recorded() -> str | None:
@@ -240,6 +244,13 @@ def connect(address: str | None = None) -> None:
         ) from error
 
 
+def leave() -> None:
+    """Leave the cluster, when no thread of ours is in Ray any more."""
+    door.close()
+    ray.shutdown()
+    door.open()
+
+
 def head_name(name: str) -> str:
     """Return what the head of a center is called on the cluster."""
     return f"{name}/head"
@@ -253,7 +264,9 @@ def shard_name(name: str, number: int) -> str:
 def shards_named(name: str) -> dict[str, Any]:
     """Return all shards of a center that are on the cluster, by their names there."""
     found = {}
-    for actor in ray.util.list_named_actors(all_namespaces=True):
+    with door.inside():
+        actors = ray.util.list_named_actors(all_namespaces=True)
+    for actor in actors:
         if actor["namespace"] == NAMESPACE and actor["name"].startswith(f"{name}/shard-"):
             with contextlib.suppress(ValueError):  # it has just ended
                 found[actor["name"]] = find(actor["name"])
@@ -275,4 +288,5 @@ def shard_peers(name: str, handles: Sequence[Any]) -> list[RayPeer]:
 
 def find(name: str) -> Any:
     """Return an actor by its name on the cluster; ValueError if there is none."""
-    return ray.get_actor(name, namespace=NAMESPACE)
+    with door.inside():
+        return ray.get_actor(name, namespace=NAMESPACE)

@@ -133,11 +133,6 @@ class Launcher:
                 self._claim.release()
         return self._status or 0
 
-    @property
-    def cut_off(self) -> bool:
-        """Whether this machine has left the cluster."""
-        return self._place.cut_off
-
     def _watch(self, tick: Callable[[], None]) -> None:
         while self._going():
             self._hear()

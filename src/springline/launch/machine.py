@@ -24,13 +24,11 @@ class Place:
         rescue: what to do if the center could not be saved at the end.
         center_name: what the center is called, if it has a name.
         resumable: whether the run can go on after it was stopped.
-        cut_off: whether this machine has left the cluster.
     """
 
     rescue = ""
     center_name: str | None = None
     resumable = True
-    cut_off = False
 
     def __init__(self, workers: Sequence[Task], servers: Sequence[Task], keeper: Keeper) -> None:
         self.workers = list(workers)

@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayError
 
 from springline.center import CenterError, CheckpointError
-from springline.center.ray_peer import OPTIONS
+from springline.center.ray_peer import OPTIONS, leave
 from springline.center.shared import LAYOUT_NAME
 from springline.cluster import Cluster
 from springline.launch.directory import CENTER, RUNS, LaunchError
@@ -108,6 +108,7 @@ class Machines(Place):
         self._cluster = Cluster(address, name, asked.shards, storage)
         self._say = say
         self._asked = asked
+        self._cut_off = False
         self._sayer = _Sayer(say)
         self._silent = False  # whether nobody answers
         self._told: set[int] = set()  # ranks of which we have said that they wait
@@ -175,8 +176,8 @@ class Machines(Place):
 
     def finish(self, hurried: Callable[[], bool]) -> Path | None:
         """Look for the last time, keep the center and end it."""
-        self.cut_off = self._is_cut_off()
-        if self.cut_off:
+        self._cut_off = self._is_cut_off()
+        if self._cut_off:
             raise CenterError("This machine has left the cluster.")
         self._watch.finish()
         return self._keeper.finish(hurried)
@@ -186,13 +187,13 @@ class Machines(Place):
         self._watch.end()
         self._keeper.end()
         _log.removeHandler(self._sayer)
-        if self.cut_off:
-            return  # they are gone, and nobody answers
-        for worker in self._workers:
-            worker.release()
-        if closing := [worker.closing for worker in self._workers if worker.closing is not None]:
-            ray.wait(closing, num_returns=len(closing), timeout=_CLOSING)
-        ray.shutdown()
+        if not self._cut_off:  # or they are gone, and nobody answers
+            for worker in self._workers:
+                worker.release()
+            closing = [worker.closing for worker in self._workers if worker.closing is not None]
+            if closing:
+                ray.wait(closing, num_returns=len(closing), timeout=_CLOSING)
+        leave()
 
     def _is_cut_off(self) -> bool:
         """Whether the node that this process is connected through is gone."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray.exceptions import RayError
 
 from springline.center import CenterError
@@ -224,7 +225,9 @@ def _no_answer(error: RayError) -> CenterError:
 
 
 def open_center(name: str) -> RayCenter | None:
-    """Open a center on the cluster; None if there is none."""
+    """Open a center on the cluster that this process is in; None if there is none."""
+    if not ray.is_initialized():
+        return None  # or we would join it anew, and it is being left
     try:
         return RayCenter.open(name)
     except (CenterError, RayError, ConnectionError):
