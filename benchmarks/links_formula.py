@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 TRIPS = 6.0  # round trips in an exchange on Ray: a call, two transfers, and streams gather way
 FILL = 0.7  # of the center's links that may be in use, so that exchanges do not queue
+LEAST = 2**18  # bytes: no shard is cut below
 EXAMPLES = [(model, mbits) for model in (100e6, 5e9) for mbits in (100, 1_000, 10_000)]
 _STEP, _ROUND_TRIP, _PERIOD = 0.5, 0.04, 100  # of the examples
 
@@ -115,8 +116,13 @@ def machines(model: float, center_link: float, between: float, workers: int) -> 
 
 
 def colocated(model: float, link: float, between: float, workers: int) -> float:
-    """Return how much of each link is in use if the center is spread over the workers' machines."""
-    return 2 * (workers - 1) / workers * model / between / link
+    """Return how much of a link is in use if the center is spread over the workers' machines.
+
+    Of that of a machine with a shard: there may be more machines than shards.
+    """
+    shards = min(workers, model // LEAST)
+    sent = (1 - 1 / shards) * model + (workers - 1) / shards * model
+    return sent / between / link
 
 
 def example(model: float, mbits: float) -> list[str]:

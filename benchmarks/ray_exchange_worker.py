@@ -48,13 +48,14 @@ class Giver:
     """The least that can be called a center: it takes a buffer and gives one of the same size."""
 
     def __init__(self) -> None:
-        self._buffer = np.ones(0, np.uint8)
+        self._buffers: dict[int, Any] = {}  # of each size that was asked for
 
     def swap(self, buffer: Any) -> Any:
         """Get what was sent, and put what is sent back."""
-        if len(buffer) != len(self._buffer):
-            self._buffer = np.ones(len(buffer), np.uint8)
-        return self._buffer
+        size = len(buffer)
+        if size not in self._buffers:
+            self._buffers[size] = np.ones(size, np.uint8)
+        return self._buffers[size]
 
 
 def join(case: Case, rank: int) -> Worker:

@@ -40,6 +40,10 @@ class RayNodes:
         """Kill a node: its raylet, and with it all that runs there."""
         self._tell("kill", name)
 
+    def remove(self, name):
+        """Let a node end, and the others know."""
+        self._tell("end", name)
+
     def end(self):
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()

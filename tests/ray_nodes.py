@@ -2,6 +2,7 @@
 
     add NAME     start a node; prints "NAME READY"
     kill NAME    kill a node, its raylet and all on it; prints "NAME GONE"
+    end NAME     let a node end as it should, which the others know at once; prints "NAME GONE"
 
 The first line that it prints is the cluster's address. It ends, with all nodes, when stdin does.
 """
@@ -22,7 +23,7 @@ def main(node, head):
         if what == "add":
             nodes[name] = cluster.add_node(**node, resources={name: 1})
         else:
-            cluster.remove_node(nodes.pop(name), allow_graceful=False)
+            cluster.remove_node(nodes.pop(name), allow_graceful=what == "end")
         print(name, "READY" if what == "add" else "GONE", flush=True)
     cluster.shutdown()
 

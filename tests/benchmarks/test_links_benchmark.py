@@ -170,7 +170,8 @@ def test_a_ring_sends_as_much_for_many_as_for_few_but_hops_more():
     assert all_reduce(4e6, 12.5e6, 0.0, 2) == pytest.approx(0.32)
     assert all_reduce(4e6, 12.5e6, 0.0, 1000) == pytest.approx(0.64, rel=0.01)
     assert all_reduce(4e6, 12.5e6, 0.04, 100) > 198 * 0.04
-    assert colocated(4e6, 12.5e6, 0.64, 1000) == pytest.approx(1.0, rel=0.01)
+    assert colocated(4e9, 12.5e6, 640, 1000) == pytest.approx(1.0, rel=0.01)
+    assert colocated(4e9, 12.5e6, 640, 10) == pytest.approx(0.9)
     assert machines(1e6, 1e6, between=7.0, workers=49) == 10
 
 

@@ -21,7 +21,7 @@ from springline import ElasticAverage, Worker
 from springline.center import CenterError, CheckpointError, Layout, NonFiniteError, SettingsError
 from springline.center.errors import EndedError
 from springline.center.ray import RayCenter
-from springline.center.ray_peer import RayPeer, shard_name
+from springline.center.ray_peer import RayPeer, door, shard_name
 from springline.center.served.peer import PeerLostError
 from springline.rules import Rule
 from springline.rules.reference import Optimizer
@@ -48,7 +48,7 @@ def test_a_process_that_has_left_the_cluster_does_not_join_it_anew(name, monkeyp
     worker = Worker(VALUES, RULE, make(name), 0)
     head = worker.center.head
     with monkeypatch.context() as patch:
-        patch.setattr(ray, "is_initialized", lambda: False)
+        patch.setattr(door, "_connected", lambda: False)
         for call in (head.ask, head.tell):
             with pytest.raises(EndedError, match="This process has left the Ray cluster"):
                 call("look")
@@ -101,14 +101,30 @@ def test_a_center_that_was_made_before_is_not_made_anew(name):
 
 
 def test_shards_are_spread_over_the_machines(name):
-    center = make(name, shards=4)
-    where = {
+    make(name, shards=4).close()
+    assert len(where_shards_are(name)) == 2
+
+
+def test_shards_are_on_the_machines_that_are_for_them(cluster, name):
+    cluster.add("springline-center")
+    try:
+        make(name, shards=None).close()
+        (where,) = where_shards_are(name)
+        (meant,) = (n["NodeID"] for n in ray.nodes() if "springline-center" in n["Resources"])
+        assert where == meant
+    finally:
+        end_center(name)
+        cluster.remove("springline-center")
+        alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        assert not any("springline-center" in resources for resources in alive)
+
+
+def where_shards_are(name):
+    return {
         ray.get(actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()))
         for key, actor in actors_of(name).items()
         if key != "head"
     }
-    assert len(where) == 2
-    center.close()
 
 
 MAKE_A_HEAD = """
@@ -299,7 +315,7 @@ def test_an_actor_of_the_same_name_is_not_the_one_that_is_gone(name):
 
 def test_more_shards_than_memory_are_refused(name):
     large = {"w": np.zeros(40_000_000, np.float32)}
-    with pytest.raises(CenterError, match=r"100000 shards needs about .* GB of memory; the clus"):
+    with pytest.raises(CenterError, match=r"100000 shards needs about .* GB of memory; the mach"):
         make(name, values=large, shards=100_000)
 
 

@@ -16,8 +16,10 @@ from springline.center.ray_peer import (
     RayError,
     RayPeer,
     Stored,
+    door,
     find,
     head_name,
+    homes,
     ray,
     shard_name,
     shard_peers,
@@ -151,7 +153,7 @@ def make_shards(name: str, rule: Rule, description: Mapping[str, Any]) -> None:
     plan, asked, storage, every = (description[k] for k in ("plan", "asked", "storage", "every"))
     concurrency = int(rule.workers) + 8
     # Each on the next machine, for as long as that is there.
-    nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
+    nodes = sorted(node["NodeID"] for node in homes())
     places = [NodeAffinitySchedulingStrategy(node, soft=True) for node in nodes]
     for k in range(description["shards"]):
         given = plan, rule, k, asked, storage, tuple(every)
@@ -172,4 +174,5 @@ def make_actor(kind: type, name: str, concurrency: int, where: Any, *arguments: 
         "max_concurrency": concurrency,
         "scheduling_strategy": where,
     }
-    return ray.remote(kind).options(**options).remote(*arguments)
+    with door.inside():
+        return ray.remote(kind).options(**options).remote(*arguments)

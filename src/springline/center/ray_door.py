@@ -1,13 +1,13 @@
-"""The way into Ray for the threads of this process, closed before it leaves the cluster.
+"""The way into Ray for the threads of this process, closed before the interpreter ends.
 
-When the interpreter ends, or on `ray.shutdown()`, Ray frees what a thread that waits for an answer
-still uses: the process would die of SIGSEGV instead of ending as it should.
+Ray then frees what a thread that waits for an answer still uses: the process would die of SIGSEGV
+instead of ending as it should.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
+import time
 from collections.abc import Callable, Iterator
 
 from springline.center.errors import EndedError
@@ -16,7 +16,7 @@ _PATIENCE = 10.0  # seconds; who waits for an answer is out again within two
 
 
 class Door:
-    """Counts who is inside.
+    """Knows who is inside. It takes no lock: a signal's handler may come at any moment.
 
     Args:
         connected: whether this process is in a cluster. Where it is not, Ray itself would connect
@@ -29,34 +29,29 @@ class Door:
 
     def renew(self) -> None:
         """Begin anew, in a process that was forked: who was inside is not there."""
-        self._changed = threading.Condition()
-        self._inside = 0
-        self._closed = False
-
-    def open(self) -> None:
-        """Let threads in again."""
+        self._inside: set[object] = set()
         self._closed = False
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Be inside.
+        """Be inside, for any number of times.
 
         Raises:
             EndedError: this process leaves, or has left.
         """
-        with self._changed:
+        me = object()
+        try:
+            self._inside.add(me)  # first: who closes either sees us, or is seen
             if self._closed or not self._connected():
                 raise EndedError("This process has left the Ray cluster. Start it again.")
-            self._inside += 1
-        try:
             yield
         finally:
-            with self._changed:
-                self._inside -= 1
-                self._changed.notify_all()
+            self._inside.discard(me)
 
     def close(self, patience: float = _PATIENCE) -> bool:
         """Let nobody in any more, and wait until all are out; whether they are."""
-        with self._changed:
-            self._closed = True
-            return self._changed.wait_for(lambda: self._inside == 0, patience)
+        self._closed = True
+        deadline = time.monotonic() + patience
+        while self._inside and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return not self._inside

@@ -14,7 +14,15 @@ import numpy as np
 from springline.center.errors import CenterError, forgotten
 from springline.center.layout import Layout
 from springline.center.plan import Plan
-from springline.center.ray_peer import RayPeer, find, ray, shard_name, shard_peers, shards_named
+from springline.center.ray_peer import (
+    RayPeer,
+    find,
+    homes,
+    ray,
+    shard_name,
+    shard_peers,
+    shards_named,
+)
 from springline.center.served.center import first_parts
 from springline.center.served.messages import Row, cut
 from springline.center.served.peer import Call
@@ -152,19 +160,20 @@ def digest(layout: Layout, values: Mapping[str, Any]) -> int:
 
 def _how_many(plan: Plan, shards: int | None, saved: bool) -> int:
     """Return into how many shards to cut a center; refuse more than there is memory for."""
-    nodes = sum(node["Alive"] for node in ray.nodes())
+    nodes = homes()
     held = plan.layout.nbytes + plan.state_nbytes
     if shards is None:
-        shards = max(2, nodes, int(-(-held // _SHARD)))
+        shards = max(2, len(nodes), int(-(-held // _SHARD)))
     if shards < 1:
         raise CenterError(f"`shards` must be an integer >= 1. Received: {shards}.")
-    memory = ray.cluster_resources().get("memory", 0.0)
+    memory = sum(node["Resources"].get("memory", 0.0) for node in nodes)
     slots = plan.workers if plan.synchronous else 2  # messages and replies on their way
     copies = 2 if saved else 0  # while checkpoints are written, perhaps all at once
     needed = len(cut(plan, shards)) * _PROCESS + (1 + copies) * held + slots * plan.layout.nbytes
     if needed > memory:
         raise CenterError(
             f"A center of {held / 1e9:.3g} GB in {shards} shards needs about {needed / 1e9:.3g} GB "
-            f"of memory; the cluster has {memory / 1e9:.3g} GB. Use fewer shards, or add machines."
+            f"of memory; the machines for it have {memory / 1e9:.3g} GB. Use fewer shards, or add "
+            "machines."
         )
     return shards

@@ -40,6 +40,7 @@ except ImportError as missing:
     ) from missing
 
 NAMESPACE = "springline"
+CENTER = "springline-center"  # what a node has, for Ray a resource, if shards are to be there
 OPTIONS: Mapping[str, Any] = {  # of `ray.init`
     "namespace": NAMESPACE,
     "log_to_driver": False,
@@ -244,13 +245,6 @@ def connect(address: str | None = None) -> None:
         ) from error
 
 
-def leave() -> None:
-    """Leave the cluster, when no thread of ours is in Ray any more."""
-    door.close()
-    ray.shutdown()
-    door.open()
-
-
 def head_name(name: str) -> str:
     """Return what the head of a center is called on the cluster."""
     return f"{name}/head"
@@ -271,6 +265,12 @@ def shards_named(name: str) -> dict[str, Any]:
             with contextlib.suppress(ValueError):  # it has just ended
                 found[actor["name"]] = find(actor["name"])
     return found
+
+
+def homes() -> list[dict[str, Any]]:
+    """Return the nodes that shards are for: those that were started for it, or all."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    return [node for node in nodes if node["Resources"].get(CENTER)] or nodes
 
 
 def head_peer(name: str, handle: Any) -> RayPeer:

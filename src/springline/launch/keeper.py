@@ -120,14 +120,14 @@ class Keeper:
     def _keep(self) -> None:
         failed = False
         while not self._stop.wait(self._pause()):
-            center = self._open()
-            if center is None:
-                continue
             try:
+                center = self._open()
+                if center is None:
+                    continue
                 self._save(center)
                 self.saved, failed = time.time(), False
             except (CenterError, OSError) as error:
-                if not failed:  # once, not every 30 seconds
+                if not failed and not self._stop.is_set():  # once, not every 30 seconds
                     self._say(f"No checkpoint: {error}")
                 failed = True
 

@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayError
 
 from springline.center import CenterError, CheckpointError
-from springline.center.ray_peer import OPTIONS, leave
+from springline.center.ray_peer import OPTIONS
 from springline.center.shared import LAYOUT_NAME
 from springline.cluster import Cluster
 from springline.launch.directory import CENTER, RUNS, LaunchError
@@ -187,13 +187,12 @@ class Machines(Place):
         self._watch.end()
         self._keeper.end()
         _log.removeHandler(self._sayer)
-        if not self._cut_off:  # or they are gone, and nobody answers
-            for worker in self._workers:
-                worker.release()
-            closing = [worker.closing for worker in self._workers if worker.closing is not None]
-            if closing:
-                ray.wait(closing, num_returns=len(closing), timeout=_CLOSING)
-        leave()
+        if self._cut_off:
+            return  # they are gone, and nobody answers
+        for worker in self._workers:
+            worker.release()
+        if closing := [worker.closing for worker in self._workers if worker.closing is not None]:
+            ray.wait(closing, num_returns=len(closing), timeout=_CLOSING)
 
     def _is_cut_off(self) -> bool:
         """Whether the node that this process is connected through is gone."""

@@ -11,12 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import ray
 from ray.exceptions import RayError
 
 from springline.center import CenterError
 from springline.center.checkpoint import describe, newest, previous
 from springline.center.ray import RayCenter
+from springline.center.ray_peer import door
 from springline.center.served.messages import Trouble
 from springline.center.served.peer import PeerLostError
 from springline.center.shared import CHECKPOINT_NAME
@@ -225,10 +225,14 @@ def _no_answer(error: RayError) -> CenterError:
 
 
 def open_center(name: str) -> RayCenter | None:
-    """Open a center on the cluster that this process is in; None if there is none."""
-    if not ray.is_initialized():
-        return None  # or we would join it anew, and it is being left
+    """Open a center on the cluster that this process is in; None if there is none.
+
+    Raises:
+        EndedError: this process has left the cluster, or is about to.
+    """
     try:
-        return RayCenter.open(name)
+        with door.inside():  # or it might be joined anew
+            return RayCenter.open(name)
     except (CenterError, RayError, ConnectionError):
-        return None
+        with door.inside():
+            return None

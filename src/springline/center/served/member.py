@@ -64,7 +64,8 @@ class ServedMember(Member):
         self._streams: Streams | None = None
         self._rounds = Rounds(self) if rule.synchronous else None
         self._gone = threading.Event()
-        threading.Thread(target=self._beat, name="springline beat", daemon=True).start()
+        self._beats = threading.Thread(target=self._beat, name="springline beat", daemon=True)
+        self._beats.start()
         try:
             self.ask_head("joined", rank, self._incarnation)
         except BaseException:
@@ -117,6 +118,8 @@ class ServedMember(Member):
             with contextlib.suppress(CenterError):  # nobody there: it is as good as left
                 head = self.center.head
                 Call(head, "leave", self.rank, self._incarnation, timeout=5.0).result()
+        if threading.current_thread() is not self._beats:
+            self._beats.join(2 * BEAT)  # nobody is to wait for an answer when Ray is shut down
 
     def _close_streams(self) -> None:
         if self._streams:
