@@ -17,7 +17,7 @@ from springline import ElasticAverage
 from springline.center.errors import TakenOverError
 from springline.center.lent import borrow
 from springline.center.served.messages import Message, Sender
-from springline.center.served.near import SLOT, SLOTS, Guest, Ring
+from springline.center.served.near import SLOT, SLOTS, Guest, Request, Ring
 from springline.center.served.parts import Parts
 
 WORKERS = 3
@@ -73,7 +73,7 @@ def test_a_worker_is_killed_in_the_middle(serve, lend, background, options):
     service = serve(shards=1)
     shard = service.shards[0].target
     process, address = lend(2, *options)
-    waits = background(lambda: shard.stream(message(), False, address))
+    waits = background(lambda: shard.stream(Request(message(), False, address).pack()))
     while shard._book.pieces(message().sender) < 2:
         assert not waits.done()
     shard.exchange(replaced(message(rank=1), SIZE))  # nobody waits for it
@@ -94,7 +94,7 @@ def test_a_worker_that_has_stopped_makes_room_for_its_next_life(serve, lend, bac
     service = serve(shards=1)
     shard = service.shards[0].target
     process, address = lend(SLOTS)
-    waits = background(lambda: shard.stream(message(), False, address))
+    waits = background(lambda: shard.stream(Request(message(), False, address).pack()))
     while shard._book.pieces(message().sender) < SLOTS:
         assert not waits.done()
     process.send_signal(signal.SIGSTOP)
@@ -112,7 +112,7 @@ def test_a_shard_goes_on_in_the_middle_of_an_exchange(serve, tmp_path, lend, bac
     service = serve(shards=1, storage=str(tmp_path / "store"))
     shard = service.shards[0].target
     process, address = lend(3)
-    waits = background(lambda: shard.stream(message(), False, address))
+    waits = background(lambda: shard.stream(Request(message(), False, address).pack()))
     while shard._book.pieces(message().sender) < 3:
         assert not waits.done()
     shard.save()
@@ -135,7 +135,7 @@ def test_an_earlier_life_does_not_come_in_between(serve, lend, background):
     shard = service.shards[0].target
     process, address = lend(3)
     second = message(incarnation=2)
-    waits = background(lambda: shard.stream(second, False, address))
+    waits = background(lambda: shard.stream(Request(second, False, address).pack()))
     while shard._book.pieces(second.sender) < 3:
         assert not waits.done()
     process.kill()

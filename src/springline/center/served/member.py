@@ -24,7 +24,7 @@ from springline.center.errors import (
 )
 from springline.center.served.head import BEAT
 from springline.center.served.messages import Message, Reply, Row, Sender
-from springline.center.served.near import Address
+from springline.center.served.near import Address, Request
 from springline.center.served.parts import Parts
 from springline.center.served.peer import Call, PeerLostError, Pending
 from springline.center.served.rounds import Rounds
@@ -160,7 +160,8 @@ class ServedMember(Member):
         calls = {k: self.ask(k, "exchange", message) for k, message in messages.items()}
 
         def begin(k: int, had: int, address: Address) -> Pending:
-            return peers[k].ask("stream", replace(head, had=had), self.rule.keeps_copy, address)
+            request = Request(replace(head, had=had), self.rule.keeps_copy, address)
+            return peers[k].ask("stream", request.pack())
 
         asks = {k: (peers[k], partial(begin, k)) for k in near}
         refused, far = streams.exchange(asks, parts.fill, parts.adopt_piece, self._patience)

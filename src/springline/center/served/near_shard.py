@@ -16,7 +16,7 @@ from springline.center import lent
 from springline.center.layout import Bytes
 from springline.center.lent import Lent
 from springline.center.served.messages import Message, Sender
-from springline.center.served.near import AGAIN, REFUSED, Address, Guest, LeftError
+from springline.center.served.near import AGAIN, REFUSED, Address, Guest, LeftError, Request
 from springline.center.served.rooms import Offer, size_with_marks, split
 from springline.center.served.shard import Shard
 
@@ -34,18 +34,18 @@ class NearShard(Shard):
         self._borrowed: dict[int, tuple[str, Bytes]] = {}  # by rank, with its token
         super().__init__(*arguments)
 
-    def stream(self, message: Message, before: bool, address: Address) -> bool:
+    def stream(self, packed: bytes) -> bool:
         """Apply a worker's exchange, once, as its pieces come.
 
         Args:
-            message: all but its data.
-            before: whether the worker wants to know `c` as it was, beside what it adopts.
-            address: of the memory through which the data comes.
+            packed: its `Request`.
 
         Returns:
-            Whether the memory can be reached from here.
+            Whether the worker's memory can be reached from here.
         """
-        return self._visit(message.sender, address, partial(self._stream, message, before))
+        request = Request.unpack(packed)
+        do = partial(self._stream, request.message, request.before)
+        return self._visit(request.message.sender, request.address, do)
 
     def lend(self, sender: Sender, machine: str) -> Offer | None:
         """Return a new room for what a worker contributes to rounds, and where the mean is.
