@@ -57,6 +57,15 @@ def threads():
     return sum("gloo" in name for name in names)
 
 
+def settled():
+    """The same, once all have run for the first time: before that they have no name."""
+    seen = []
+    while not (seen and seen[-1] > 0 and seen[-10:] == [seen[-1]] * 10):
+        seen.append(threads())
+        time.sleep(0.02)
+    return seen[-1]
+
+
 def come_and_go(pipe, store):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch.distributed as dist
@@ -65,7 +74,7 @@ def come_and_go(pipe, store):
 
     machine.SMALL = 0
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    before = threads()
+    before = settled()
     pipe.send(before)
     for _ in range(2):
         worker = Worker(VALUES, ModelAverage(period=1), Collective(dist.group.WORLD), 0)
