@@ -195,6 +195,7 @@ def test_who_reads_sees_one_round(start, tmp_path):
         assert not any(changes)
 
 
+@pytest.mark.slow
 def test_a_center_that_is_closed_in_a_round_takes_no_half_sum(start, tmp_path):
     folder = tmp_path / "run"
     given = 2, tmp_path / "store", folder

@@ -18,14 +18,17 @@ WORKERS = 3
 SIZE = 9_000_000  # of each shard two rings full, and more
 VALUES = {"w": np.zeros(SIZE, np.float32)}
 RULE = ElasticAverage(workers=WORKERS, period=1, moving_rate=0.25)
+OTHERS = [(True, 0.0), (False, 0.5)]
 
 
 def noise(*seed):
     return np.random.default_rng(seed).standard_normal(SIZE, np.float32)
 
 
-@pytest.mark.parametrize("use_locking", [True, False])
-@pytest.mark.parametrize("rho", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("use_locking", "rho"),
+    [(True, 0.5), (False, 0.0), *(pytest.param(*v, marks=pytest.mark.slow) for v in OTHERS)],
+)
 def test_the_same_comes_out_as_by_messages(serve, use_locking, rho, monkeypatch):
     rule = ElasticAverage(workers=WORKERS, period=1, rho=rho)
     buffers = {"mean": np.zeros(SIZE // 4, np.float32)}

@@ -9,13 +9,14 @@ import pytest
 import tensorflow as tf
 from tf_cluster import GETTERS, INNERS, PERIODS, Model, Servers, close
 
+from marks import slow
 from recorded import DATA, FIXTURES, gradient, start
 
 v1 = tf.compat.v1
 OLD = FIXTURES / "checkpoints"
 VALUES = json.loads((OLD / "values.json").read_text())
 rules = pytest.mark.parametrize("rule", GETTERS)
-kinds = pytest.mark.parametrize("resource", [True, False], ids=["resource", "reference"])
+kinds = pytest.mark.parametrize("resource", [True, *slow(False)], ids=["resource", "reference"])
 
 
 def build(model):

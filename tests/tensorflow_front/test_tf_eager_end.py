@@ -11,6 +11,7 @@ from tf_cluster import close
 from tf_eager import MODES, Trainer, alone, check, sgd, team, v1
 
 import springline
+from marks import slow
 from springline.center.checkpoint import describe
 from springline.tensorflow import (
     AGNCustomGetter,
@@ -133,7 +134,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("rule", OPTIMIZERS)
+@pytest.mark.parametrize("rule", ["elastic", *slow("average", "agn")])
 def test_two_processes(rule, tmp_path):
     script, run = tmp_path / "train.py", tmp_path / "run"
     script.write_text(SCRIPT.replace("{optimizer}", OPTIMIZERS[rule]))

@@ -11,14 +11,15 @@ import pytest
 import tensorflow as tf
 from tf_cluster import GETTERS, INNERS, PERIODS, Model, Servers, free_ports, together, wrap
 
+from marks import slow
 from springline.center import waiting
 from springline.center.errors import RoundTimeoutError
 from springline.tensorflow import cluster
 from springline.tensorflow.cluster import Watch
 
 v1 = tf.compat.v1
-ways = pytest.mark.parametrize("hook", [False, True], ids=["op", "hook"])
-kinds = pytest.mark.parametrize("resource", [True, False], ids=["resource", "reference"])
+ways = pytest.mark.parametrize("hook", [*slow(False), True], ids=["op", "hook"])
+kinds = pytest.mark.parametrize("resource", [True, *slow(False)], ids=["resource", "reference"])
 
 
 def bowl(model):

@@ -5,10 +5,12 @@ import pytest
 import tensorflow as tf
 from tf_cluster import GETTERS, PERIODS, Model, Servers, close, wrap
 
+from marks import slow
+
 v1 = tf.compat.v1
 train = v1.train
 ways = pytest.mark.parametrize("hook", [False, True], ids=["op", "hook"])
-kinds = pytest.mark.parametrize("resource", [True, False], ids=["resource", "reference"])
+kinds = pytest.mark.parametrize("resource", [True, *slow(False)], ids=["resource", "reference"])
 rules = pytest.mark.parametrize("rule", GETTERS)
 EVERY = {
     "GradientDescent": lambda step: train.GradientDescentOptimizer(0.1),
