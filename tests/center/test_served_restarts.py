@@ -58,7 +58,10 @@ def test_a_head_that_is_started_again_knows_how_far_everybody_had_come(serve, tm
     assert center.version == 4
 
 
-@pytest.mark.parametrize(("what", "mean"), [("another head", 2.0), ("taken for dead", 3.0)])
+@pytest.mark.parametrize(
+    ("what", "mean"),
+    [pytest.param("another head", 2.0, marks=pytest.mark.slow), ("taken for dead", 3.0)],
+)
 def test_the_head_forgets_who_waits_in_a_round(serve, background, tmp_path, what, mean):
     """It asks again, or counts it as dead; nobody waits for ever, and the next round is whole."""
     rule = ModelAverage(workers=2, period=1)

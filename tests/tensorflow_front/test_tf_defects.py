@@ -7,9 +7,11 @@ import pytest
 import tensorflow as tf
 from tf_cluster import GETTERS, PERIODS, Model, Servers, close, held, together, wrap
 
+from marks import slow
+
 v1 = tf.compat.v1
 ways = pytest.mark.parametrize("hook", [False, True], ids=["op", "hook"])
-kinds = pytest.mark.parametrize("resource", [True, False], ids=["resource", "reference"])
+kinds = pytest.mark.parametrize("resource", [True, *slow(False)], ids=["resource", "reference"])
 rules = pytest.mark.parametrize("rule", GETTERS)
 
 
