@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from springline.center.layout import BLOCK
+
 TRIPS = 6.0  # round trips in an exchange on Ray: a call, two transfers, and streams gather way
 FILL = 0.7  # of the center's links that may be in use, so that exchanges do not queue
-LEAST = 2**18  # bytes: no shard is cut below
 EXAMPLES = [(model, mbits) for model in (100e6, 5e9) for mbits in (100, 1_000, 10_000)]
 _STEP, _ROUND_TRIP, _PERIOD = 0.5, 0.04, 100  # of the examples
 
@@ -120,7 +121,7 @@ def colocated(model: float, link: float, between: float, workers: int) -> float:
 
     Of that of a machine with a shard: there may be more machines than shards.
     """
-    shards = min(workers, model // LEAST)
+    shards = min(workers, model // BLOCK)  # none is cut below that
     sent = (1 - 1 / shards) * model + (workers - 1) / shards * model
     return sent / between / link
 

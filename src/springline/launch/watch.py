@@ -234,5 +234,5 @@ def open_center(name: str) -> RayCenter | None:
         with door.inside():  # or it might be joined anew
             return RayCenter.open(name)
     except (CenterError, RayError, ConnectionError):
-        with door.inside():
+        with door.inside():  # where we have not left it, there is none
             return None
