@@ -8,15 +8,14 @@ worker who has stopped. For rounds the shard lends: rooms for what is contribute
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 from springline.center import lent
 from springline.center.layout import Bytes
 from springline.center.lent import Lent
 from springline.center.served.messages import Message, Sender
-from springline.center.served.near import AGAIN, REFUSED, Address, Guest, LeftError, Request
+from springline.center.served.near import AGAIN, REFUSED, Guest, LeftError, Request
 from springline.center.served.rooms import Offer, size_with_marks, split
 from springline.center.served.shard import Shard
 
@@ -43,9 +42,7 @@ class NearShard(Shard):
         Returns:
             Whether the worker's memory can be reached from here.
         """
-        request = Request.unpack(packed)
-        do = partial(self._stream, request.message, request.before)
-        return self._visit(request.message.sender, request.address, do)
+        return self._visit(Request.unpack(packed))
 
     def lend(self, sender: Sender, machine: str) -> Offer | None:
         """Return a new room for what a worker contributes to rounds, and where the mean is.
@@ -125,18 +122,17 @@ class NearShard(Shard):
             self._lent = _lend(size_with_marks(size))
         return self._lent.memory[:size] if self._lent else super()._allocate(size)
 
-    def _visit(self, sender: Sender, address: Address, do: Callable[[Guest], bool]) -> bool:
-        """Do something in a worker's memory, until it leaves; False if that is not possible."""
+    def _visit(self, request: Request) -> bool:
+        """Be in a worker's memory, until all is done or it leaves; False if that cannot be."""
+        sender, address = request.message.sender, request.address
         self._check(sender)
         try:
             guest = Guest(address, self._borrow(sender.rank, address.memory))
         except OSError:
             return False
-        try:
-            with guest, self._book.alone(sender):
-                return do(guest)
-        except LeftError:
-            return True
+        with contextlib.suppress(LeftError), guest, self._book.alone(sender):
+            self._stream(request.message, request.before, guest)
+        return True
 
     def _borrow(self, rank: int, address: lent.Address) -> Bytes:
         """Return memory that a worker lends again and again; it is kept until there is other."""
@@ -146,7 +142,7 @@ class NearShard(Shard):
             self._borrowed[rank] = address.token, memory
         return memory
 
-    def _stream(self, message: Message, before: bool, guest: Guest) -> bool:
+    def _stream(self, message: Message, before: bool, guest: Guest) -> None:
         sender, count = message.sender, self._merger.pieces
         refused = self._book.refused(sender)
         for piece in range(message.had, count):
@@ -166,7 +162,6 @@ class NearShard(Shard):
             guest.say(answer)
             if not whole:
                 break
-        return True
 
 
 def _lend(size: int) -> Lent | None:
