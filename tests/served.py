@@ -25,7 +25,7 @@ class LocalPeer:
     Attributes:
         disturb: called before every call with its method: may raise `PeerLostError`, the call is
             then lost on its way there; may return "twice", the call is then made twice; or "lose",
-            its answer is then lost.
+            its answer is then lost, or the call is said to be while it goes on.
     """
 
     def __init__(self, name, target, pool, loop=None):
@@ -59,11 +59,12 @@ class Pending:
         self._futures, self._lost = futures, lost
 
     def result(self, timeout):
-        if wait(self._futures, timeout).not_done:
-            raise NotHereError
-        answers = [future.result() for future in self._futures]
+        missing = wait(self._futures, 0.1 if self._lost else timeout).not_done
         if self._lost:
             raise PeerLostError("the answer was lost")
+        if missing:
+            raise NotHereError
+        answers = [future.result() for future in self._futures]
         return over_the_wire(answers[-1])
 
 

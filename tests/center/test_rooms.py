@@ -44,16 +44,24 @@ def test_nobody_adopts_pieces_of_two_rounds(serve, monkeypatch, together):
     shard = service.shards[0].target
     one, other = (worker(service, rule, rank, {"w": VALUES["w"]}) for rank in range(2))
     plain, adopted = Parts.adopt_mean, []
+    mean, answered = shard.mean, threading.Barrier(3, timeout=30)
+
+    def answer(*arguments):
+        token = mean(*arguments)
+        answered.wait()
+        return token
 
     def adopt(parts, *arguments):
         plain(parts, *arguments)
         if parts.local is one.local:
             adopted.append(arguments)
         if parts.local is one.local and len(adopted) == 1:
+            answered.wait()  # both are told that it is the first round
             shard.contribute(message(2, 2, 7.0, size=SIZE), 2)
             shard.reduce(2, [2], message(2, 2).sender)
 
     monkeypatch.setattr(Parts, "adopt_mean", adopt)
+    monkeypatch.setattr(shard, "mean", answer)
     asked = asked_of(service)
     one.parameters["w"][:] = 3
     together(one.exchange, other.exchange)

@@ -13,7 +13,7 @@ from springline.center.served.peer import PeerLostError
 from springline.center.served.replies import KEPT
 from springline.rules import SGD
 
-WORKERS, EXCHANGES = 3, 20
+WORKERS, EXCHANGES = 3, 30
 SIZE = 200_000  # several shards
 VALUES = {"w": np.zeros(SIZE, np.float32), "b": np.zeros(5, np.float32)}
 METHODS = (
@@ -43,7 +43,7 @@ def trouble(seed, methods=METHODS):
 
 
 @pytest.fixture(params=["by message", "through memory"])
-def way(request, monkeypatch):
+def way(request, monkeypatch, calls):
     if request.param == "through memory":
         monkeypatch.setattr("springline.center.served.near.SMALL", 0)
 

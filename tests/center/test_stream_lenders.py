@@ -1,10 +1,6 @@
 """Workers that lend memory to a shard: killed, stopped, gone; and what is left open."""
 
-import os
-import pickle
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 
@@ -30,42 +26,6 @@ def message(number=1, incarnation=1, rank=0):
     nothing = np.empty(0, np.uint8)
     sender = Sender(rank, incarnation, number, number, number, 0.0)
     return Message(sender, nothing, 0, np.ones(1, bool), np.ones(1))
-
-
-LENDER = """
-import os, pickle, sys, time
-import numpy as np
-from springline.center.served.near import Ring
-ring = Ring()
-for slot in ring.slots:
-    slot.view(np.float32)[:] = 4
-address = ring.open()
-for _ in range(int(sys.argv[1])):
-    ring.say()
-sys.stdout.buffer.write(pickle.dumps(address))
-sys.stdout.flush()
-if len(sys.argv) > 2:
-    os.fork()  # a child that has the pipes, too
-time.sleep(600)
-"""
-
-
-@pytest.fixture
-def lend():
-    """Start workers that send some pieces and then do nothing."""
-    started = []
-
-    def lend(pieces, *options):
-        command = [sys.executable, "-c", LENDER, str(pieces), *options]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
-        started.append(process)
-        with process.stdout:
-            return process, pickle.load(process.stdout)
-
-    yield lend
-    for process in started:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 @pytest.mark.parametrize("options", [(), ("fork",)])
@@ -146,17 +106,18 @@ def test_an_earlier_life_does_not_come_in_between(serve, lend, background):
 
 
 def test_memory_of_somebody_else_is_refused():
-    ring = Ring()
-    address = ring.open()
+    ring, other = Ring(), Ring()
+    ring.open()
+    other.open()
+    address = ring.address
     with Guest(address, borrow(address.memory, populate=True)) as guest:
         ring.slots[0][:] = 7
         np.testing.assert_array_equal(guest.slots[0], 7)
-    other = Ring()
     memory = address.memory
     for wrong in (
         {"memory": replace(memory, machine="another")},
         {"memory": replace(memory, token="0" * 32)},
-        {"memory": replace(memory, number=other.open().memory.number)},
+        {"memory": replace(memory, number=other.address.memory.number)},
         {"memory": replace(memory, size=memory.size + 1)},
         {"memory": replace(memory, process=2**22 + 1)},
         {"there": (address.there[0], address.there[1] + 1)},
@@ -185,7 +146,8 @@ def test_nothing_stays_open(serve, monkeypatch, leaves):
             assert time.monotonic() < deadline
 
     kept = len(service.shards)  # by a shard, until the rank has other memory: its mapping
-    wait_for(before + 2 * len(service.shards) + kept)  # the memory, and its mapping
+    # The memory, its mapping, and two pipes with both their ends here and one at the shard.
+    wait_for(before + (2 + 6) * len(service.shards) + kept)
     if leaves == "in the middle":  # as a signal's handler does
         adopt = Parts.adopt_piece
 

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from springline.center.served.head import BEAT
 from springline.center.served.messages import Message, Reply, Row, Sender
 from springline.center.served.near import Address, Request
 from springline.center.served.parts import Parts
-from springline.center.served.peer import Call, PeerLostError, Pending
+from springline.center.served.peer import Call, PeerLostError
 from springline.center.served.rounds import Rounds
 from springline.center.served.seats import NotAMemberError
 from springline.center.served.stream import Streams, say_forgotten
@@ -159,11 +158,10 @@ class ServedMember(Member):
         messages = {k: replace(head, data=part) for k, part in data.items()}
         calls = {k: self.ask(k, "exchange", message) for k, message in messages.items()}
 
-        def begin(k: int, had: int, address: Address) -> Pending:
-            request = Request(replace(head, had=had), self.rule.keeps_copy, address)
-            return peers[k].ask("stream", request.pack())
+        def pack(had: int, address: Address) -> bytes:
+            return Request(replace(head, had=had), self.rule.keeps_copy, address).pack()
 
-        asks = {k: (peers[k], partial(begin, k)) for k in near}
+        asks = {k: (peers[k], pack) for k in near}
         refused, far = streams.exchange(asks, parts.fill, parts.adopt_piece, self._patience)
         for k, had in far.items():
             try:

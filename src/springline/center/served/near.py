@@ -1,11 +1,14 @@
 """Memory that a worker lends to a shard on the same machine: slots, and a pipe in either direction.
 
 The shard finds the pipes under `/proc`, as it does the memory. They have no names either, so that
-nothing is left behind, whoever is killed.
+nothing is left behind, whoever is killed. It is called to the first exchange and stays for others,
+of which it is told through the pipe: a byte that says that the next slot is filled comes as often
+as an exchange has pieces, and what comes then is the next exchange's request.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import mmap
 import os
@@ -32,6 +35,7 @@ AGAIN = 255  # it was applied before
 REFUSED = 254  # it was refused before
 MOST = 253  # blocks of a piece
 _END = b"\0"  # of what is JSON in a request
+_COUNT = 4  # bytes in which a pipe is told how long a request is
 _AWAY = 0.5  # seconds without a piece after which we look whether the worker is still there
 POSSIBLE = lent.POSSIBLE and hasattr(select, "poll")
 
@@ -109,14 +113,29 @@ class Ring:
         self._lent = Lent(SLOTS * slot)
         self.slots = _slots(self._lent.memory)
 
-    def open(self) -> Address:
+    def open(self) -> None:
         """Make pipes."""
         self.hang_up()
         for _ in range(2):
             self._ends += os.pipe()
+
+    @property
+    def address(self) -> Address:
+        """Where a shard finds all this."""
         reads, _, _, writes = self._ends
         there, back = ((end, os.fstat(end).st_ino) for end in (reads, writes))
         return Address(self._lent.address, there, back)
+
+    def ask(self, packed: bytes) -> bool:
+        """Tell a shard that is here of another exchange, if its request goes into a pipe.
+
+        The pipe is empty: the shard has answered to all that it was told before.
+        """
+        data = len(packed).to_bytes(_COUNT) + packed
+        fits = len(data) <= fcntl.fcntl(self._ends[1], fcntl.F_GETPIPE_SZ)
+        if fits:
+            os.write(self._ends[1], data)
+        return fits
 
     def say(self) -> None:
         """Tell that the next slot is filled."""
@@ -158,8 +177,10 @@ class Guest:
         self._there = address.there
         self._ends: list[int] = []
         self.slots = _slots(memory)
+        self._poll = select.poll()
         try:
             self._hears = self._open(*address.there, os.O_RDONLY)
+            self._poll.register(self._hears, select.POLLIN)
             self._says = self._open(*address.back, os.O_WRONLY)
         except BaseException:
             self.__exit__()
@@ -181,14 +202,25 @@ class Guest:
         Raises:
             LeftError: none will be.
         """
-        poll = select.poll()
-        poll.register(self._hears, select.POLLIN)
-        while not poll.poll(_AWAY * 1000):
-            if not self._is_there():
+        self._hear(1, check)
+
+    def next(self, check: Callable[[], object]) -> Request:
+        """Wait for another exchange; as `wait`."""
+        count = int.from_bytes(self._hear(_COUNT, check))
+        return Request.unpack(self._hear(count, check))
+
+    def _hear(self, count: int, check: Callable[[], object]) -> bytes:
+        heard = b""
+        while len(heard) < count:
+            while not self._poll.poll(_AWAY * 1000):
+                if not self._is_there():
+                    raise LeftError
+                check()
+            more = os.read(self._hears, count - len(heard))
+            if not more:
                 raise LeftError
-            check()
-        if not os.read(self._hears, 1):
-            raise LeftError
+            heard += more
+        return heard
 
     def _is_there(self) -> bool:
         """Whether the worker still has its pipe, which a child of it may hold when it is gone."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from springline.center import lent
 from springline.center.layout import Bytes
 from springline.center.lent import Lent
 from springline.center.served.messages import Message, Sender
-from springline.center.served.near import AGAIN, REFUSED, Guest, LeftError, Request
+from springline.center.served.near import AGAIN, REFUSED, Address, Guest, LeftError, Request
 from springline.center.served.rooms import Offer, size_with_marks, split
 from springline.center.served.shard import Shard
 
@@ -30,17 +31,17 @@ class NearShard(Shard):
     def __init__(self, *arguments: Any) -> None:
         self._lent: Lent | None = None  # the center, for rounds
         self._rooms: dict[int, tuple[Sender, Lent]] = {}  # by rank: who asked for it
-        self._borrowed: dict[int, tuple[str, Bytes]] = {}  # by rank, with its token
+        self._borrowed: dict[int, tuple[Address, Bytes]] = {}  # by rank: where we were last
         super().__init__(*arguments)
 
     def stream(self, packed: bytes) -> bool:
-        """Apply a worker's exchange, once, as its pieces come.
+        """Apply a worker's exchange, once, as its pieces come; then those that it has next.
 
         Args:
-            packed: its `Request`.
+            packed: the first one's `Request`.
 
         Returns:
-            Whether the worker's memory can be reached from here.
+            When the worker has left; or at once, whether its memory can be reached from here.
         """
         return self._visit(Request.unpack(packed))
 
@@ -123,45 +124,64 @@ class NearShard(Shard):
         return self._lent.memory[:size] if self._lent else super()._allocate(size)
 
     def _visit(self, request: Request) -> bool:
-        """Be in a worker's memory, until all is done or it leaves; False if that cannot be."""
-        sender, address = request.message.sender, request.address
-        self._check(sender)
+        """Be in a worker's memory until it leaves, if that can be."""
+        self._check(request.message.sender)
         try:
-            guest = Guest(address, self._borrow(sender.rank, address.memory))
+            guest = self._enter(request)
         except OSError:
             return False
-        with contextlib.suppress(LeftError), guest, self._book.alone(sender):
-            self._stream(request.message, request.before, guest)
+        if guest:
+            with contextlib.suppress(LeftError), guest:
+                while self._stream(request, guest):
+                    request = guest.next(partial(self._book.check_latest, request.message.sender))
         return True
 
-    def _borrow(self, rank: int, address: lent.Address) -> Bytes:
-        """Return memory that a worker lends again and again; it is kept until there is other."""
-        token, memory = self._borrowed.get(rank, ("", None))
-        if memory is None or token != address.token:
-            memory = lent.borrow(address, populate=True)
-            self._borrowed[rank] = address.token, memory
-        return memory
+    def _enter(self, request: Request) -> Guest | None:
+        """Enter a worker's memory, which is kept until there is other; None if we have before.
 
-    def _stream(self, message: Message, before: bool, guest: Guest) -> None:
-        sender, count = message.sender, self._merger.pieces
-        refused = self._book.refused(sender)
-        for piece in range(message.had, count):
-            guest.wait(lambda: self._book.check_latest(sender))
-            slot = guest.slots[piece % len(guest.slots)]
-            with self._locked():
-                if self._book.applied(sender) or piece < self._book.pieces(sender):
-                    shown, whole = self._merger.show(piece, slot), piece != refused
-                    again = AGAIN if self._rule.adopts_message else shown  # else it is as usual
-                    answer = again if whole else REFUSED
-                else:
-                    answer, whole = self._merger.swap(piece, slot, message, before)
-                    if whole and piece + 1 < count:
-                        self._book.note_pieces(sender, piece + 1)
-                    else:
-                        self._note(sender, None if whole else piece)
-            guest.say(answer)
-            if not whole:
-                break
+        A call that is made twice would hear what the first is told.
+        """
+        rank, address = request.message.sender.rank, request.address
+        with self._table:
+            known, memory = self._borrowed.get(rank, (None, None))
+            if known == address:
+                return None
+            if known is None or memory is None or known.memory != address.memory:
+                memory = lent.borrow(address.memory, populate=True)
+            guest = Guest(address, memory)
+            self._borrowed[rank] = address, memory
+        return guest
+
+    def _stream(self, request: Request, guest: Guest) -> bool:
+        """Apply an exchange; whether as a whole."""
+        message, sender = request.message, request.message.sender
+        with self._book.alone(sender):
+            refused = self._book.refused(sender)
+            for piece in range(message.had, self._merger.pieces):
+                guest.wait(partial(self._book.check_latest, sender))
+                with self._locked():
+                    answer, whole = self._swap(request, piece, refused, guest)
+                guest.say(answer)
+                if not whole:
+                    return False
+        return True
+
+    def _swap(
+        self, request: Request, piece: int, refused: int | None, guest: Guest
+    ) -> tuple[int, bool]:
+        """Apply a piece, once; return what is answered, and whether it was not refused."""
+        message, sender = request.message, request.message.sender
+        slot = guest.slots[piece % len(guest.slots)]
+        if self._book.applied(sender) or piece < self._book.pieces(sender):
+            shown, whole = self._merger.show(piece, slot), piece != refused
+            again = AGAIN if self._rule.adopts_message else shown  # else it is as usual
+            return again if whole else REFUSED, whole
+        answer, whole = self._merger.swap(piece, slot, message, request.before)
+        if whole and piece + 1 < self._merger.pieces:
+            self._book.note_pieces(sender, piece + 1)
+        else:
+            self._note(sender, None if whole else piece)
+        return answer, whole
 
 
 def _lend(size: int) -> Lent | None:

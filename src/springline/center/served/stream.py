@@ -10,13 +10,14 @@ these; if one of them is too large for a slot, the part goes as a message.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import select
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from springline.center.errors import NonFiniteError
+from springline.center.errors import CenterError, NonFiniteError
 from springline.center.layout import Bytes
 from springline.center.served import near
 from springline.center.served.near import (
@@ -29,10 +30,11 @@ from springline.center.served.near import (
     Ring,
     slot_for,
 )
-from springline.center.served.peer import Call, Peer, Pending
+from springline.center.served.peer import Call, NotHereError, Peer, PeerLostError, Pending
 
-# Begins a call: after so many pieces that were adopted, through the memory at an address.
-Ask = Callable[[int, Address], Pending]
+# Returns a request: after so many pieces that were adopted, through the memory at an address.
+Pack = Callable[[int, Address], bytes]
+Line = tuple[Ring, Pending | None]  # with the call by which the shard is at it, if it is
 Fill = Callable[[int, Piece, Bytes], None]  # fills a slot: the shard, the piece, the slot
 # Adopts a piece: the shard, the piece, the slot, the answer. Returns what is wrong, if a block was
 # refused.
@@ -56,7 +58,7 @@ class Streams:
         large = [k for k, shard in enumerate(pieces) if shard[-1].place.stop > near.SMALL]
         self._fits = {k for k in large if POSSIBLE and self._slots[k] <= LARGEST}
         self.near = set(self._fits)  # which may be here
-        self._rings: dict[int, Ring] = {}
+        self._lines: dict[int, Line] = {}
 
     def look_again(self, shard: int) -> None:
         """Take it that a shard that was started again may be here now."""
@@ -64,7 +66,7 @@ class Streams:
 
     def exchange(
         self,
-        shards: Mapping[int, tuple[Peer, Ask]],
+        shards: Mapping[int, tuple[Peer, Pack]],
         fill: Fill,
         adopt: Adopt,
         timeout: float | None,
@@ -72,7 +74,7 @@ class Streams:
         """Exchange with these shards.
 
         Args:
-            shards: which, and how each is asked.
+            shards: which, and what each is asked.
             fill: fills a slot with a piece.
             adopt: what is done with an answer.
             timeout: as of any call.
@@ -84,16 +86,16 @@ class Streams:
         """
         streams: dict[int, Stream] = {}
         try:
-            for k, (peer, ask) in shards.items():
-                ring = self._rings.pop(k, None)  # put back when nothing is under way any more
+            for k, (peer, pack) in shards.items():
+                line = self._lines.pop(k, None)  # put back when nothing is under way any more
                 make = partial(Ring, self._slots[k])
-                own = ring, make, self._pieces[k], partial(fill, k), partial(adopt, k)
-                streams[k] = Stream(peer, ask, *own, timeout, self._check)
+                own = line, make, self._pieces[k], partial(fill, k), partial(adopt, k)
+                streams[k] = Stream(peer, pack, *own, timeout, self._check)
             _finish(list(streams.values()))
             far = {k: stream.adopted for k, stream in streams.items() if stream.far}
             self.near -= set(far)
             for k in shards.keys() - far.keys():
-                self._rings[k] = streams[k].let_go()
+                self._lines[k] = streams[k].let_go()
         finally:
             for stream in streams.values():
                 stream.close()
@@ -101,22 +103,24 @@ class Streams:
         return problems[-1] if problems else None, far
 
     def close(self) -> None:
-        """Let go of the memory."""
-        while self._rings:
-            self._rings.popitem()[1].close()
+        """Let go of the memory; the shards leave."""
+        while self._lines:
+            ring, _ = self._lines.popitem()[1]
+            ring.close()
 
 
 class Stream(Call):
     """An exchange with a shard, piece by piece.
 
-    If the call is lost, the pieces that were not answered are sent again, and of those that the
-    shard had applied the worker takes the center.
+    A shard that has stayed since the last one is told of it, any other is called. If the call is
+    lost, the pieces that were not answered are sent again, and of those that the shard had applied
+    the worker takes the center.
 
     Args:
         peer: the shard.
-        ask: how it is asked, with the pieces that were adopted and the address of the ring.
-        ring: through which, or None for a new one.
-        make: makes a new one.
+        pack: what it is asked, with the pieces that were adopted and the address of the ring.
+        line: through which, or None for a new one.
+        make: makes a new ring.
         pieces: of the shard.
         fill: fills a slot with a piece.
         adopt: what is done with an answer: piece, slot and answer.
@@ -127,8 +131,8 @@ class Stream(Call):
     def __init__(
         self,
         peer: Peer,
-        ask: Ask,
-        ring: Ring | None,
+        pack: Pack,
+        line: Line | None,
         make: Callable[[], Ring],
         pieces: Sequence[Piece],
         fill: Callable[[Piece, Bytes], None],
@@ -136,8 +140,10 @@ class Stream(Call):
         timeout: float | None,
         check: Callable[[], None],
     ) -> None:
-        self._begin = ask
-        self._ring = ring
+        self._pack = pack
+        self._ring: Ring | None
+        self._visit: Pending | None  # the call by which the shard is at the ring
+        self._ring, self._visit = line or (None, None)
         self._make = make
         self._pieces = pieces
         self._fill = fill
@@ -203,11 +209,13 @@ class Stream(Call):
         for _ in range(SLOTS):
             self.fill()
 
-    def let_go(self) -> Ring:
-        """Return the ring, for the next exchange."""
+    def let_go(self) -> Line:
+        """Return the ring, for the next exchange; the shard stays if it expects one."""
         ring, self._ring = self.ring, None
-        ring.hang_up()
-        return ring
+        visit = None if self.problem else self._visit
+        if visit is None:
+            ring.hang_up()
+        return ring, visit
 
     def close(self) -> None:
         """Let go of the ring, if it was not returned."""
@@ -216,23 +224,40 @@ class Stream(Call):
             ring.close()
 
     def _ask(self) -> Pending:
+        visit, self._visit = self._visit, None
         if self._filled:  # again
             while not self.done and _ready([self], 0):
                 self.advance(more=False)  # what was answered all the same
             if self.done:
                 return _Answered(True)
             self.close()  # its slots may still be written to
+            visit = None
         try:
-            address = self.ring.open()
+            if not (visit and self._tell(visit)):
+                visit = None
+                self.ring.open()
         except OSError:  # no more files, for instance
             self.far = True
             return _Answered(False)
         self._filled, self._unfit = self.adopted, None
         try:
-            return self._begin(self.adopted, address)
+            self._visit = visit or self._peer.ask("stream", self._request())
         except BaseException:
             self.close()
             raise
+        return self._visit
+
+    def _tell(self, visit: Pending) -> bool:
+        """Tell the shard of this exchange, if it is still here and can be told so."""
+        with contextlib.suppress(PeerLostError, CenterError):  # who calls it will learn of it
+            try:
+                visit.result(0)
+            except NotHereError:
+                return self.ring.ask(self._request())
+        return False
+
+    def _request(self) -> bytes:
+        return self._pack(self.adopted, self.ring.address)
 
 
 class _Answered:
