@@ -128,7 +128,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             panel.grid(axis="y", color="#e4e4e4", linewidth=0.8)
         left.set_title("ms per exchange (dashed: the least)", fontsize=9.5)
         right.set_title("exchange ÷ least (dashed: the target)", fontsize=9.5)
-        left.legend(frameon=False)
+        figure.legend(frameon=False, loc="outside upper center", ncols=len(COLOURS))
         figure.savefig(path)
 
 
@@ -155,9 +155,10 @@ either. Under **elastic averaging and AGN** they go through memory that the work
 the next. Under **averaging** the shard lends: a worker writes `x` into a room of its own, and when
 the round is closed it copies the mean out of the center itself, while the shard still makes the
 rest of it. That is one pass more than the others need, and shows most where there is one worker and
-one shard: before the round is closed the shard has nothing to do. Every shard is one more call, and
-more memory on the way than the caches hold: on two cores eight calls to actors that do nothing take
-3.6 ms, one takes 0.75. Between machines
+one shard: before the round is closed the shard has nothing to do. Every shard is one more call
+there (on two cores eight calls to actors that do nothing take 3.6 ms, one takes 0.75); under the
+other rules a shard is called to the first exchange and stays in the worker's memory for the next.
+And more shards are more memory on the way than the caches hold. Between machines
 [an exchange takes little more than its bytes](two-hosts.md).
 
 On one machine alone the center in shared memory is the one to use, which `springline run` does
