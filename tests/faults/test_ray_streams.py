@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -95,6 +96,24 @@ def test_shards_are_killed(open_center, tmp_path, together, caplog, name):
     assert least <= c.min() <= c.max() <= 1 + 1e-6
     for one in workers:
         np.testing.assert_allclose(one.parameters["w"], c, atol=1e-6)
+
+
+def test_a_shard_that_is_told_to_end_does_and_loses_nothing(open_center, tmp_path):
+    """As when its machine is taken away. It does not wait for a worker to leave, as Ray would."""
+    center = open_center()
+    one = Worker(VALUES, RULE, center, 0, synchronous=False, timeout=60)
+    one.parameters["w"][:] = 4
+    one.exchange()
+    process = pid_of(actors_of(tmp_path.name)["shard-0"])
+    os.kill(process, signal.SIGTERM)
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{process}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    one.exchange()
+    np.testing.assert_array_equal(one.parameters["w"], 2.5)
+    np.testing.assert_array_equal(center.values()["w"], 1.5)
+    assert center.version == 2
 
 
 STOPS = """

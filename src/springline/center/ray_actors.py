@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -37,7 +40,25 @@ _log = logging.getLogger("springline")
 
 
 class RayShard(NearShard):
-    """A shard in an actor."""
+    """A shard in an actor.
+
+    Args:
+        arguments: as of any shard.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        # Ray would wait for calls that are under way, and a visit to a worker is under way as long
+        # as the worker is there.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=self._end).start())
+
+    def _end(self) -> None:
+        """Write a last checkpoint, and end: Ray starts another, if this is not the end of all."""
+        try:
+            self.save()
+        finally:
+            os._exit(1)
 
     def in_life(self) -> str:
         """Return what is drawn anew whenever the shard is started."""
@@ -151,7 +172,7 @@ class RayHead(Head):
 def make_shards(name: str, rule: Rule, description: Mapping[str, Any]) -> None:
     """Make those shards of a center that are not there."""
     plan, asked, storage, every = (description[k] for k in ("plan", "asked", "storage", "every"))
-    concurrency = int(rule.workers) + 8
+    concurrency = int(rule.workers) + 8  # each worker of a shard's machine has a call under way
     # Each on the next machine, for as long as that is there.
     nodes = sorted(node["NodeID"] for node in homes())
     places = [NodeAffinitySchedulingStrategy(node, soft=True) for node in nodes]

@@ -1,18 +1,19 @@
 """Memory that a worker lends to a shard on the same machine: slots, and a pipe in either direction.
 
 The shard finds the pipes under `/proc`, as it does the memory. They have no names either, so that
-nothing is left behind, whoever is killed. It is called to the first exchange and stays for others,
-of which it is told through the pipe: a byte that says that the next slot is filled comes as often
-as an exchange has pieces, and what comes then is the next exchange's request.
+nothing is left behind, whoever is killed. The shard is called to the first exchange, and stays. As
+often as an exchange has pieces it is told by a byte that the next slot is filled; what it is told
+after that is the request of the next exchange.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import mmap
 import os
 import select
+import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,9 @@ from springline.center import lent
 from springline.center.layout import Bytes, Run
 from springline.center.lent import Lent, open_of
 from springline.center.served.messages import Message, Sender
+
+if sys.platform != "win32":
+    import fcntl
 
 SLOT = 2 * 1024 * 1024  # bytes: eight blocks, which stay in cache on their way there and back
 LARGEST = 8 * SLOT  # of a slot, where a block is a whole parameter
@@ -110,6 +114,7 @@ class Ring:
 
     def __init__(self, slot: int = SLOT) -> None:
         self._ends: list[int] = []  # the shard reads the first, we write the second; and so back
+        weakref.finalize(self, _close, self._ends)
         self._lent = Lent(SLOTS * slot)
         self.slots = _slots(self._lent.memory)
 
@@ -129,10 +134,11 @@ class Ring:
     def ask(self, packed: bytes) -> bool:
         """Tell a shard that is here of another exchange, if its request goes into a pipe.
 
-        The pipe is empty: the shard has answered to all that it was told before.
+        The pipe is empty: the shard has answered to all that it was told before. If it reads no
+        more, also what we say of slots has to go in: who writes to a full pipe waits for ever.
         """
-        data = len(packed).to_bytes(_COUNT) + packed
-        fits = len(data) <= fcntl.fcntl(self._ends[1], fcntl.F_GETPIPE_SZ)
+        data = len(packed).to_bytes(_COUNT, "little") + packed
+        fits = len(data) + SLOTS <= fcntl.fcntl(self._ends[1], fcntl.F_GETPIPE_SZ)
         if fits:
             os.write(self._ends[1], data)
         return fits
@@ -151,8 +157,7 @@ class Ring:
 
     def hang_up(self) -> None:
         """Let go of the pipes; whoever reads from them is told."""
-        while self._ends:
-            os.close(self._ends.pop())
+        _close(self._ends)
 
     def close(self) -> None:
         """Let go of everything. A shard may still write to the memory; nobody sees it."""
@@ -190,8 +195,7 @@ class Guest:
         return self
 
     def __exit__(self, *_: object) -> None:
-        while self._ends:
-            os.close(self._ends.pop())
+        _close(self._ends)
 
     def wait(self, check: Callable[[], object]) -> None:
         """Wait until another slot is filled.
@@ -206,7 +210,7 @@ class Guest:
 
     def next(self, check: Callable[[], object]) -> Request:
         """Wait for another exchange; as `wait`."""
-        count = int.from_bytes(self._hear(_COUNT, check))
+        count = int.from_bytes(self._hear(_COUNT, check), "little")
         return Request.unpack(self._hear(count, check))
 
     def _hear(self, count: int, check: Callable[[], object]) -> bytes:
@@ -287,6 +291,11 @@ def slot_for(pieces: Sequence[Piece]) -> int:
 def first_block(pieces: Sequence[Piece], after: int) -> int:
     """Return the number of the first block after so many pieces."""
     return pieces[after - 1].blocks.stop if after else 0
+
+
+def _close(files: list[int]) -> None:
+    while files:
+        os.close(files.pop())
 
 
 def _slots(memory: Bytes) -> list[Bytes]:

@@ -41,7 +41,8 @@ class NearShard(Shard):
             packed: the first one's `Request`.
 
         Returns:
-            When the worker has left; or at once, whether its memory can be reached from here.
+            True when the worker has left, or at once if this call was made before; False at once if
+            its memory cannot be reached from here.
         """
         return self._visit(Request.unpack(packed))
 
@@ -124,8 +125,8 @@ class NearShard(Shard):
         return self._lent.memory[:size] if self._lent else super()._allocate(size)
 
     def _visit(self, request: Request) -> bool:
-        """Be in a worker's memory until it leaves, if that can be."""
-        self._check(request.message.sender)
+        """Be in a worker's memory until it leaves; what is returned is as of `stream`."""
+        self._check_ready()
         try:
             guest = self._enter(request)
         except OSError:
@@ -139,17 +140,18 @@ class NearShard(Shard):
     def _enter(self, request: Request) -> Guest | None:
         """Enter a worker's memory, which is kept until there is other; None if we have before.
 
-        A call that is made twice would hear what the first is told.
+        Of a call that is made twice, the second would take what the first is to be told.
         """
-        rank, address = request.message.sender.rank, request.address
+        sender, address = request.message.sender, request.address
         with self._table:
-            known, memory = self._borrowed.get(rank, (None, None))
+            self._book.check(sender)  # here: no earlier life is to come in between
+            known, memory = self._borrowed.get(sender.rank, (None, None))
             if known == address:
                 return None
-            if known is None or memory is None or known.memory != address.memory:
+            if memory is None or known is None or known.memory != address.memory:
                 memory = lent.borrow(address.memory, populate=True)
             guest = Guest(address, memory)
-            self._borrowed[rank] = address, memory
+            self._borrowed[sender.rank] = address, memory
         return guest
 
     def _stream(self, request: Request, guest: Guest) -> bool:

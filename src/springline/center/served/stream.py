@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from springline.center.errors import CenterError, NonFiniteError
+from springline.center.errors import NonFiniteError
 from springline.center.layout import Bytes
 from springline.center.served import near
 from springline.center.served.near import (
@@ -30,7 +30,7 @@ from springline.center.served.near import (
     Ring,
     slot_for,
 )
-from springline.center.served.peer import Call, NotHereError, Peer, PeerLostError, Pending
+from springline.center.served.peer import Call, NotHereError, Peer, Pending
 
 # Returns a request: after so many pieces that were adopted, through the memory at an address.
 Pack = Callable[[int, Address], bytes]
@@ -204,7 +204,7 @@ class Stream(Call):
         """Look what became of the call, as nothing comes any more."""
         if self.look(0):
             self.far = self.far or self.answer is False
-            if not (self.far or _ready([self], 0)):  # that was the answer to somebody else
+            if not (self.far or _ready([self], 0)):  # the shard has left, or was here before
                 self._pending = self._ask()
         for _ in range(SLOTS):
             self.fill()
@@ -240,16 +240,12 @@ class Stream(Call):
             self.far = True
             return _Answered(False)
         self._filled, self._unfit = self.adopted, None
-        try:
-            self._visit = visit or self._peer.ask("stream", self._request())
-        except BaseException:
-            self.close()
-            raise
+        self._visit = visit or self._peer.ask("stream", self._request())
         return self._visit
 
     def _tell(self, visit: Pending) -> bool:
         """Tell the shard of this exchange, if it is still here and can be told so."""
-        with contextlib.suppress(PeerLostError, CenterError):  # who calls it will learn of it
+        with contextlib.suppress(Exception):  # whatever it is, who calls it will learn of it
             try:
                 visit.result(0)
             except NotHereError:
