@@ -16,25 +16,27 @@ from springline.launch.state import CenterStatus
 from springline.launch.watch import CenterWatch
 from springline.rules import SGD
 
-LAYOUT, RULE = Layout.of({"w": np.zeros(4, np.float32)}), ElasticAverage(workers=2)
+RULE = ElasticAverage(workers=2)
 
 
-def test_a_shard_in_trouble_is_told_of_and_the_center_is_asked_to_stay(
-    tmp_path, monkeypatch, caplog
+@pytest.mark.parametrize(("size", "which"), [(4, "shard 0"), (200_000, "shard 0 and 2 more")])
+def test_shards_in_trouble_are_told_of_and_the_center_is_asked_to_stay(
+    tmp_path, monkeypatch, caplog, size, which
 ):
-    service = Service(LAYOUT, RULE, {"w": np.zeros(4, np.float32)}, True, None)
+    values = {"w": np.zeros(size, np.float32)}
+    service = Service(Layout.of(values), RULE, values, True, None)
     told = []
     service.head.tell = lambda *words: told.append(words)
-    trouble = service.shards[0].target.trouble()
-    failed = replace(trouble, failed="OSError: no space left")
-    service.shards[0].target.trouble = lambda: failed
+    for shard in service.shards:
+        failed = replace(shard.target.trouble(), failed="OSError: no space left")
+        shard.target.trouble = lambda failed=failed: failed
     monkeypatch.setattr(watch, "open_center", lambda name: service.open())
     looking = CenterWatch(tmp_path, "digits")
     (tmp_path / "center").mkdir()
     looking._look()
     looking._look()  # it does not ask again at once
     service.close()
-    assert caplog.messages == ["No checkpoint of shard 0: OSError: no space left"]
+    assert caplog.messages == [f"No checkpoint of {which}: OSError: no space left"]
     assert told == [("stay",)] * 2
     assert CenterStatus.read(tmp_path / "center").version == 0
 

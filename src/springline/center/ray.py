@@ -154,7 +154,12 @@ class RayCenter(ServedCenter):
 
         call = Call(self.head, "retire", check=check)
         with contextlib.suppress(EndedError):  # the head has ended before it could answer
-            call.result()
+            for failed in call.result() or ():
+                _log.warning(
+                    "The storage is behind: no last checkpoint of %s. Who goes on from it begins "
+                    "where it is.",
+                    failed,
+                )
 
 
 def _claim(about: tuple[Any, ...], who: str, workers: int) -> tuple[Any, Any]:

@@ -157,16 +157,24 @@ class RayHead(Head):
                 linger = self._linger
         await self.retire()
 
-    async def retire(self) -> None:
-        """Save every shard and end them all, and then this head."""
+    async def retire(self) -> list[str]:
+        """Save every shard and end them all, and then this head.
+
+        Returns:
+            Of each shard that could not be saved, why.
+        """
         self._ending = True
+        failed = []
         for actor, handle in shards_named(self._name).items():
             try:
                 await asyncio.wait_for(RayPeer(actor, actor, handle).answer("save"), _SAVING)
             except (CenterError, RayError, asyncio.TimeoutError) as error:
+                failed.append(f"{actor}: {error}")
                 _log.warning("%s ends without a last checkpoint: %s", actor, error)
             ray.kill(handle)
-        ray.kill(find(head_name(self._name)))
+        head = find(head_name(self._name))
+        asyncio.get_running_loop().call_later(PAUSE, ray.kill, head)  # when we have answered
+        return failed
 
 
 def make_shards(name: str, rule: Rule, description: Mapping[str, Any]) -> None:

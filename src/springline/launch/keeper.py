@@ -184,11 +184,15 @@ def _find_center(directory: Path) -> tuple[Mapping[str, NDArray[Any]], str]:
             return with_extras(place, center.values()), f"version {center.version}, from memory"
     except CenterError:
         saved = newest(place / CHECKPOINT_NAME)
+    state = LaunchState.last(directory)
     if saved is not None:
-        return read_center(place, saved), f"from {saved}"
+        written = time.strftime("%d %b %H:%M:%S", time.localtime(saved.stat().st_mtime))
+        source = f"version {describe(saved).version} of {written}, from {saved}"
+        if state and state.cluster and not state.ended:
+            source += "; the one on its cluster may be newer"
+        return read_center(place, saved), source
     if (directory / FINAL).exists():
         return _read(directory / FINAL, ""), f"from {directory / FINAL}"
-    state = LaunchState.last(directory)
     if state and state.ps:
         raise LaunchError(
             f"The center of the run in {directory} was on TensorFlow's parameter servers. What is "

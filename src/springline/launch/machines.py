@@ -26,13 +26,13 @@ from springline.launch.remote import RemoteWorker
 from springline.launch.request import ClusterRequest
 from springline.launch.room import check_room, free, needs, nodes
 from springline.launch.task import Task
-from springline.launch.watch import CenterWatch, ClusterKeeper
+from springline.launch.watch import CenterWatch, ClusterKeeper, broken, open_center
 
 _log = logging.getLogger("springline")
 _WAIT = 10.0  # seconds after which we say that a worker has not started
 _SILENCE = 20.0  # seconds after which we say that nobody answers
 _AGAIN = 60.0  # seconds after which a warning is said again
-_LONG = 160  # letters of it
+_LONG = 240  # letters of it
 _CLOSING = 5.0  # seconds that hosts may take to clean up
 # Of the launcher's environment, what says something of its machine or its job and not of the run:
 # names, and beginnings of names.
@@ -112,7 +112,7 @@ class Machines(Place):
         self._sayer = _Sayer(say)
         self._silent = False  # whether nobody answers
         self._told: set[int] = set()  # ranks of which we have said that they wait
-        self._watch = CenterWatch(directory, name)
+        self._watch = CenterWatch(directory, name, asked.shards)
         where, script = _find(script, asked)
         token = uuid.uuid4().hex
         if storage:
@@ -171,6 +171,8 @@ class Machines(Place):
                 "cluster (its Ray node has died), and all workers are lost with it: the run ends. "
                 "Start Ray here again."
             )
+        elif worker.entry.exit_code and (why := self._broken()):
+            worker.refused = f"{worker.name.capitalize()} {worker.describe_end()}. {why}"
         else:
             self._watch.gone(worker.entry.rank)
 
@@ -180,6 +182,8 @@ class Machines(Place):
         if self._cut_off:
             raise CenterError("This machine has left the cluster.")
         self._watch.finish()
+        if self._broken() and (center := open_center(self._cluster.center)):
+            center.retire()  # what is left is the last checkpoint in the run directory
         return self._keeper.finish(hurried)
 
     def release(self) -> None:
@@ -193,6 +197,10 @@ class Machines(Place):
             worker.release()
         if closing := [worker.closing for worker in self._workers if worker.closing is not None]:
             ray.wait(closing, num_returns=len(closing), timeout=_CLOSING)
+
+    def _broken(self) -> str | None:
+        """Return why the center cannot go on, if it cannot; with a storage it always can."""
+        return None if self.resumable else broken(self._cluster.center)
 
     def _is_cut_off(self) -> bool:
         """Whether the node that this process is connected through is gone."""

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,11 +109,13 @@ class CenterWatch:
     Args:
         directory: the run's.
         name: the center's.
+        shards: into how many it was to be cut, if somebody has said so.
     """
 
-    def __init__(self, directory: Path, name: str) -> None:
+    def __init__(self, directory: Path, name: str, shards: int | None = None) -> None:
         self._directory = directory / CENTER
         self._name = name
+        self._shards = shards or 0
         self._last: CenterStatus | None = None
         self._listen_at = 0.0
         self._heard: dict[str, Trouble] = {}  # from the shards, by name
@@ -170,6 +172,12 @@ class CenterWatch:
             self._head = center.head
             self._head.tell("stay")  # also if all workers have left it, as long as the run goes on
             self._hear_of_trouble(center)
+            if self._last is None and len(center.shards) < self._shards:
+                _log.warning(
+                    "The center has %d shards: this model cannot be cut into %d.",
+                    len(center.shards),
+                    self._shards,
+                )
             self._last = CenterStatus(
                 center.plan.to_json(),
                 center.version,
@@ -183,18 +191,20 @@ class CenterWatch:
         if time.monotonic() < self._listen_at:
             return
         self._listen_at = time.monotonic() + _TROUBLE
-        asked = [(peer.name, peer.ask("trouble")) for peer in center.shards]
-        for name, pending in asked:
-            with contextlib.suppress(TimeoutError, PeerLostError):  # the next time will do
-                trouble: Trouble = pending.result(_EVERY)
-                before = self._heard.get(name)
-                self._heard[name] = trouble
-                if trouble.failed:
-                    _log.warning("No checkpoint of %s: %s", name, trouble.failed)
-                if before and before.life != trouble.life:
-                    _log.warning("%s was started again.", name)
-                if trouble.lost > (before.lost if before and before.life == trouble.life else 0):
-                    self._tell_of_loss(name, trouble, center.base + trouble.had)
+        failed: dict[str, str] = {}
+        for name, trouble in _troubles(center):
+            before = self._heard.get(name)
+            self._heard[name] = trouble
+            if trouble.failed:
+                failed[name] = trouble.failed
+            if before and before.life != trouble.life:
+                _log.warning("%s was started again.", name)
+            if trouble.lost > (before.lost if before and before.life == trouble.life else 0):
+                self._tell_of_loss(name, trouble, center.base + trouble.had)
+        if failed:
+            name, *others = failed
+            more = f" and {len(others)} more" if others else ""
+            _log.warning("No checkpoint of %s%s: %s", name, more, failed[name])
 
     def _tell_of_loss(self, name: str, trouble: Trouble, version: int) -> None:
         """Say what a shard has lost; keep the run directory's copy, if it has more."""
@@ -217,6 +227,24 @@ class CenterWatch:
                 continue
             except (LaunchError, CenterError, OSError) as error:
                 _log.warning("The run directory's copy could not be kept: %s", error)
+
+
+def _troubles(center: RayCenter) -> Iterator[tuple[str, Trouble]]:
+    """Ask the shards what trouble they have; who does not answer at once is left out."""
+    asked = [(peer.name, peer.ask("trouble")) for peer in center.shards]
+    for name, pending in asked:
+        with contextlib.suppress(TimeoutError, PeerLostError):  # the next time will do
+            yield name, pending.result(_EVERY)
+
+
+def broken(name: str) -> str | None:
+    """Return why a center on the cluster cannot go on, if it cannot."""
+    with contextlib.suppress(CenterError, OSError, RayError):  # it may end this very moment
+        if center := open_center(name):
+            with center:
+                found = [trouble.broken for _, trouble in _troubles(center) if trouble.broken]
+                return found[0] if found else None
+    return None
 
 
 def _no_answer(error: RayError) -> CenterError:

@@ -52,6 +52,7 @@ class Trouble:
         had: exchanges that it still has of those before.
         as_of: when the last of these was, in seconds since the epoch.
         began: when it was started.
+        broken: why it cannot go on, if it cannot: what it held is nowhere any more.
     """
 
     life: str
@@ -60,6 +61,7 @@ class Trouble:
     had: int
     as_of: float
     began: float
+    broken: str | None
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,9 @@ class Shard:
         """Return what whoever watches should know of."""
         failed = self._checkpoints.failed if self._checkpoints else None
         lost = 0 if self._rule.synchronous else self._book.lost  # rounds are made again
-        return Trouble(self.life, failed, lost, self._book.had, self._back_to, self._began)
+        broken = None if self._ready or self._checkpoints else str(self._problem)
+        times = self._back_to, self._began
+        return Trouble(self.life, failed, lost, self._book.had, *times, broken)
 
     def _collect(self) -> Saved:
         """Return what a checkpoint holds.

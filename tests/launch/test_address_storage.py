@@ -1,0 +1,67 @@
+"""Runs on a Ray cluster whose center is kept nowhere, or cannot be kept any more."""
+
+import os
+import shutil
+import signal
+
+import numpy as np
+import pytest
+from clustered import ClusterRun
+from launched import TRAINING, wait_for
+from safetensors.numpy import load_file
+
+from ray_cluster import actors_of, pid_of
+from springline.launch.home import center_name
+
+pytestmark = pytest.mark.slow
+PATIENCE = 120.0  # seconds for what takes a few, on a busy machine
+
+
+@pytest.fixture
+def run(tmp_path):
+    return ClusterRun(tmp_path / "run")
+
+
+@pytest.fixture
+def train(start_command, run, cluster, tmp_path):
+    """`train(storage, steps)` starts the training script on two workers of the cluster."""
+
+    def train(storage, steps, *options):
+        words = ["--address", "auto", "--workers", 2, "--run", run.path, "--storage", storage]
+        return start_command("run", *words, *options, TRAINING, "elastic", steps, 0.05)
+
+    return train
+
+
+def test_a_shard_that_dies_without_a_storage_ends_the_run(train, command, run, tmp_path):
+    """At once: no worker is started again. What is left is the copy in the run directory."""
+    running = train("none", 10_000, "--center-shards", 2)
+    wait_for(lambda: run.at_work(4), PATIENCE)
+    copy = run.path / "center" / "checkpoint.safetensors"
+    wait_for(copy.exists, PATIENCE)
+    name = center_name(run.path)
+    exported = command("export", run.path, tmp_path / "out.safetensors")
+    assert "The center (version " in exported.output
+    assert "; the one on its cluster may be newer) is in " in exported.output
+    os.kill(pid_of(actors_of(name)["shard-0"]), signal.SIGKILL)
+    assert running.wait(PATIENCE) == 1, running.output
+    assert "has no checkpoint to go on from. Start a new run, with a storage" in running.output
+    assert "it is taken from its last checkpoint here" in running.output
+    assert "The center has 1 shards: this model cannot be cut into 2." in running.output
+    assert [worker.restarts for worker in run.state.workers] == [0, 0]
+    assert actors_of(name) == {}
+    kept = load_file(copy)["center/w"]
+    np.testing.assert_array_equal(load_file(run.path / "center.safetensors")["w"], kept)
+
+
+def test_a_storage_that_is_behind_at_the_end_is_said(train, run, tmp_path):
+    storage = tmp_path / "storage"
+    running = train("storage", 100)
+    wait_for(lambda: run.at_work(4), PATIENCE)
+    (place,) = storage.iterdir()
+    shutil.rmtree(place)
+    place.write_text("a file, where no checkpoint can be")
+    assert running.wait(PATIENCE) == 0, running.output
+    said = f"The storage is behind: no last checkpoint of {center_name(run.path)}/shard-0: "
+    assert said in running.output
+    assert (load_file(run.path / "center.safetensors")["w"] > 0).all()
