@@ -1,6 +1,7 @@
 """The screen: exact cells in a terminal, plain lines elsewhere."""
 
 import io
+import os
 import re
 from dataclasses import replace
 
@@ -86,6 +87,19 @@ def test_before_there_is_a_center(directory, clock):
     assert lines[0].split() == [str(directory), "0:00:00"]
     assert lines[1].endswith(" 0 steps")
     assert lines[-1] == "no center yet"
+
+
+def test_what_nobody_tells_is_not_made_up(directory, clock):
+    """As of a process group: no launcher, and the center is with the ranks."""
+    clock.now = 75
+    log(directory, 0, (60, 600, {"loss": 0.5}))
+    checkpoint = directory / "center" / "checkpoint.safetensors"
+    checkpoint.parent.mkdir(exist_ok=True)
+    checkpoint.touch()
+    os.utime(checkpoint, (START + 63, START + 63))
+    lines = show(directory)
+    assert lines[-3].split() == ["0", "600", "-", "0.5000", "-", "-", "0", "?", "unknown"]
+    assert lines[-1] == "the center is with the workers  ·  checkpoint 12 s ago"
 
 
 def test_before_there_is_a_run(tmp_path):

@@ -200,10 +200,10 @@ class Launcher:
             if self._status is None:  # else it was said of another
                 self._stop(1)
                 self._tell(process.refused)
-        elif entry.exit_code == 0:
-            entry.state = "finished"
         elif self._status is not None:
             entry.state = "stopped"
+        elif entry.exit_code == 0:
+            entry.state = "finished"
         elif entry.restarts < self._max_restarts:
             entry.state = "restarting"
             process.restart_at = time.monotonic() + _PAUSE

@@ -31,6 +31,7 @@ _STATES: dict[State, tuple[str, str]] = {
     "failed": ("✗", "bold red"),
     "stopped": ("■", "magenta"),
     "left": ("○", "dim"),
+    "unknown": ("?", "dim"),
 }
 # Columns and their least widths, so that they stay where they are.
 _COLUMNS = {
@@ -261,7 +262,7 @@ def _cells(worker: WorkerStatus) -> list[Text]:
         Text(f"{worker.step:,}"),
         Text(rate, style="yellow" if worker.rate == 0 else ""),
         Text(loss, style="bold red" if loss == "NaN/Inf" else ""),
-        Text(f"{worker.exchanges:,}"),
+        Text("-" if worker.exchanges is None else f"{worker.exchanges:,}"),
         Text(_milliseconds(worker.milliseconds)),
         Text(str(worker.restarts), style="yellow" if worker.restarts else ""),
     ]
@@ -276,9 +277,11 @@ def _milliseconds(value: float | None) -> str:
 def _footer(status: Status) -> str:
     if status.version is None and status.ps:
         return f"the center is on {many(status.ps, 'parameter server')}"
+    age = status.checkpoint_age
+    if status.version is None and age is not None and not status.settings:
+        return f"the center is with the workers  ·  checkpoint {ago(age)}"
     if status.version is None:
         return "no center yet" if not status.settings else "the center is gone; no checkpoint"
-    age = status.checkpoint_age
     words = [f"center version {status.version:,}"]
     words.append("no checkpoint yet" if age is None else f"checkpoint {ago(age)}")
     words.append(f"{decimal(status.bytes_exchanged)} exchanged")

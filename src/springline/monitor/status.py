@@ -20,8 +20,9 @@ from springline.launch.state import LaunchState, WorkerEntry, WorkerState
 from springline.monitor.metrics import FOLDER
 from springline.monitor.sources import CenterReader, CenterState, RankReader, read_launch
 
-# A worker that is no member of its center any more, where no launcher tells why.
-State = WorkerState | Literal["left"]
+# "left" is a worker that is no member of its center any more, where no launcher tells why. Of those
+# whose center is with them, and which no launcher has started, it is "unknown".
+State = WorkerState | Literal["left", "unknown"]
 
 
 class NotARunError(CenterError, ValueError):
@@ -37,7 +38,7 @@ class WorkerStatus:
     step: int = 0
     rate: float | None = None  # steps per second over the last few seconds, while it runs
     loss: float | None = None  # the last one; NaN if it was not finite
-    exchanges: int = 0
+    exchanges: int | None = 0  # None if nobody counts them
     milliseconds: float | None = None  # per exchange, over the last few seconds
     restarts: int = 0
 
@@ -140,13 +141,15 @@ class StatusReader:
         rank.read(done, now, launch.started if launch else 0.0)
         entry = next((e for e in launch.workers if e.rank == k), None) if launch else None
         state = _state(entry, launched, k in center.members, rank.step)
+        nobody_tells = launch is None and center.plan is None
+        counted = None if nobody_tells else 0
         return WorkerStatus(
             rank=k,
-            state=state,
+            state="unknown" if nobody_tells else state,
             step=rank.step,
             rate=rank.steps.rate(now) if state == "running" else None,
             loss=rank.loss,
-            exchanges=done.exchanges if done else 0,
+            exchanges=done.exchanges if done else counted,
             milliseconds=rank.milliseconds,
             restarts=entry.restarts if entry else 0,
         )
