@@ -20,7 +20,7 @@ from springline.center.blocks import (
 from springline.center.layout import Bytes, Run
 from springline.center.plan import Plan
 from springline.center.served.messages import Message
-from springline.center.served.near import first_block, pieces
+from springline.center.served.pieces import first_block, pieces
 from springline.rules.rule import CenterBlock, LocalBlock, Rule
 
 Array = NDArray[Any]

@@ -9,21 +9,18 @@ after that is the request of the next exchange.
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import select
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from springline.center import lent
-from springline.center.layout import Bytes, Run
+from springline.center.layout import Bytes
 from springline.center.lent import Lent, open_of
 from springline.center.served.messages import Message, Sender
 
@@ -37,7 +34,6 @@ SMALL = 2 * SLOT  # bytes of a part that is sent as a message, wherever the shar
 # Answers other than the number of blocks that were applied; the slot then holds the center now.
 AGAIN = 255  # it was applied before
 REFUSED = 254  # it was refused before
-MOST = 253  # blocks of a piece
 _END = b"\0"  # of what is JSON in a request
 _COUNT = 4  # bytes in which a pipe is told how long a request is
 _AWAY = 0.5  # seconds without a piece after which we look whether the worker is still there
@@ -247,50 +243,6 @@ class Guest:
         if os.fstat(end).st_ino != inode:
             raise OSError("the worker has gone on")
         return end
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Blocks that go into a slot together.
-
-    Args:
-        blocks: which of the part's.
-        runs: these blocks.
-        place: their bytes in the part.
-    """
-
-    blocks: slice
-    runs: Sequence[Run]
-    place: slice
-
-    def elements(self, slot: Bytes) -> Iterator[NDArray[Any]]:
-        """Return each block's elements in a slot."""
-        for run in self.runs:
-            at = run.start - self.runs[0].start
-            yield slot[at : at + run.stop - run.start].view(run.dtype)
-
-
-def pieces(runs: Sequence[Run]) -> list[Piece]:
-    """Cut the blocks of a part into pieces."""
-    found: list[Piece] = []
-    start = 0
-    for k in range(1, len(runs) + 1):
-        if k in (len(runs), start + MOST) or runs[k].stop - runs[start].start > SLOT:
-            place = slice(runs[start].start - runs[0].start, runs[k - 1].stop - runs[0].start)
-            found.append(Piece(slice(start, k), runs[start:k], place))
-            start = k
-    return found
-
-
-def slot_for(pieces: Sequence[Piece]) -> int:
-    """Return how long a slot must be: any piece fits, and each begins a page."""
-    longest: int = max(piece.place.stop - piece.place.start for piece in pieces)
-    return -(-longest // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def first_block(pieces: Sequence[Piece], after: int) -> int:
-    """Return the number of the first block after so many pieces."""
-    return pieces[after - 1].blocks.stop if after else 0
 
 
 def _close(files: list[int]) -> None:

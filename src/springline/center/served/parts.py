@@ -13,7 +13,8 @@ from springline.center.errors import NonFiniteError
 from springline.center.layout import Bytes, Run
 from springline.center.plan import Plan
 from springline.center.served.messages import Reply, span
-from springline.center.served.near import AGAIN, REFUSED, Piece, first_block, pieces
+from springline.center.served.near import AGAIN, REFUSED
+from springline.center.served.pieces import Piece, first_block, pieces
 from springline.rules.rule import CenterBlock, Rule
 
 _ALL = slice(None)

@@ -63,8 +63,7 @@ class Shard:
         self._center = self._allocate(self._stop - self._start)
         entries = self._plan.state_within(self._start, self._stop)
         self._state = aligned_zeros(nbytes_of(entries))
-        state = arrays_of(entries, self._state)
-        self._merger = Merger(self._plan, rule, runs, self._center, state)
+        self._merger = Merger(self._plan, rule, runs, self._center, arrays_of(entries, self._state))
         self._ready = False
         self.life = uuid.uuid4().hex
         self._began = time.time()
@@ -177,8 +176,7 @@ class Shard:
         failed = self._checkpoints.failed if self._checkpoints else None
         lost = 0 if self._rule.synchronous else self._book.lost  # rounds are made again
         broken = None if self._ready or self._checkpoints else str(self._problem)
-        times = self._back_to, self._began
-        return Trouble(self.life, failed, lost, self._book.had, *times, broken)
+        return Trouble(self.life, failed, lost, self._book.had, self._back_to, self._began, broken)
 
     def _collect(self) -> Saved:
         """Return what a checkpoint holds.

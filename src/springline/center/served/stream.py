@@ -26,11 +26,10 @@ from springline.center.served.near import (
     POSSIBLE,
     SLOTS,
     Address,
-    Piece,
     Ring,
-    slot_for,
 )
 from springline.center.served.peer import Call, NotHereError, Peer, Pending
+from springline.center.served.pieces import Piece, slot_for
 
 # Returns a request: after so many pieces that were adopted, through the memory at an address.
 Pack = Callable[[int, Address], bytes]
