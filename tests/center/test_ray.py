@@ -15,6 +15,7 @@ import ray
 import torch
 from ray.exceptions import RayActorError
 
+from marks import slow
 from ray_cluster import actors_of, end_center
 from recorded import gradient, rows, rule_of, schedule_of, start
 from springline import ElasticAverage, Worker
@@ -165,7 +166,7 @@ def train(model, optimizer, steps=6):
     return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("kind", [AGNOptimizer, ElasticAverageOptimizer])
+@pytest.mark.parametrize("kind", [ElasticAverageOptimizer, *slow(AGNOptimizer)])
 def test_a_torch_script_gives_the_same_as_on_its_own_center(name, kind):
     """AGN's outer optimizer is torch's own AdamW, in the actors."""
 

@@ -198,6 +198,7 @@ def test_mixed_precision_autocast(alone):
     assert number_after("accuracy of the center", output) > 75
 
 
+@pytest.mark.slow
 def test_mixed_precision_of_parameters_and_a_center_of_float32(two_workers, directory):
     for log in two_workers("mixed_precision", "--all-bfloat16", "--steps", 100):
         assert "Parameters in torch.bfloat16, computed in torch.bfloat16" in log

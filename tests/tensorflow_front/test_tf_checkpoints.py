@@ -213,7 +213,7 @@ def test_old_checkpoint_of_agn_with_adam(has, resource, tmp_path, caplog):
     end(model)
 
 
-@pytest.mark.parametrize("saved", [True, False], ids=["saved", "unsaved"])
+@pytest.mark.parametrize("saved", [True, *slow(False)], ids=["saved", "unsaved"])
 @rules
 def test_restarted_chief_joins_a_living_center(rule, saved, tmp_path):
     servers, directory = Servers(1, 1), tmp_path if saved else None

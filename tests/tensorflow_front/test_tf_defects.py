@@ -10,7 +10,7 @@ from tf_cluster import GETTERS, PERIODS, Model, Servers, close, held, together, 
 from marks import slow
 
 v1 = tf.compat.v1
-ways = pytest.mark.parametrize("hook", [False, True], ids=["op", "hook"])
+ways = pytest.mark.parametrize("hook", [*slow(False), True], ids=["op", "hook"])
 kinds = pytest.mark.parametrize("resource", [True, *slow(False)], ids=["resource", "reference"])
 rules = pytest.mark.parametrize("rule", GETTERS)
 

@@ -33,7 +33,7 @@ def worker(servers, rule, k, hook, workers=2, inner="momentum", **options):
 
 
 @kinds
-@pytest.mark.parametrize("inner", ["momentum", "adagrad", "adam"])
+@pytest.mark.parametrize("inner", ["momentum", *slow("adagrad", "adam")])
 @pytest.mark.parametrize("rule", GETTERS)
 def test_nobody_waits_for_slots(rule, inner, resource):
     servers = Servers(1, 2)

@@ -8,7 +8,7 @@ from tf_cluster import GETTERS, Model, Servers, close, together
 from marks import slow
 
 v1 = tf.compat.v1
-ways = pytest.mark.parametrize("hook", [False, True], ids=["op", "hook"])
+ways = pytest.mark.parametrize("hook", [*slow(False), True], ids=["op", "hook"])
 kinds = pytest.mark.parametrize("resource", [True, *slow(False)], ids=["resource", "reference"])
 
 

@@ -179,6 +179,7 @@ def test_agn_finds_the_best_with_a_worker_that_is_restarted(run):
     np.testing.assert_allclose(run.saved()[1], [BEST, BEST], atol=0.01)
 
 
+@pytest.mark.slow
 def test_average_names_a_worker_that_does_not_come(run):
     run.cluster(1, 3, "average", "--timeout", 2, "--last-leaves")
     run.wait(1)

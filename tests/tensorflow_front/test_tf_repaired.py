@@ -9,7 +9,7 @@ from marks import slow
 
 v1 = tf.compat.v1
 train = v1.train
-ways = pytest.mark.parametrize("hook", [False, True], ids=["op", "hook"])
+ways = pytest.mark.parametrize("hook", [*slow(False), True], ids=["op", "hook"])
 kinds = pytest.mark.parametrize("resource", [True, *slow(False)], ids=["resource", "reference"])
 rules = pytest.mark.parametrize("rule", GETTERS)
 EVERY = {
@@ -73,7 +73,7 @@ def bowl(dtype=tf.float32):
 
 
 @kinds
-@rules
+@pytest.mark.parametrize("rule", ["elastic", *slow("average", "agn")])
 @pytest.mark.parametrize("name", EVERY)
 def test_every_optimizer(name, rule, resource):
     alone = Alone(rule, EVERY[name], bowl, resource=resource)

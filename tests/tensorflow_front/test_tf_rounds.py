@@ -15,8 +15,7 @@ from springline.tensorflow.members import Members, Table
 from springline.tensorflow.shards import Shard
 
 v1 = tf.compat.v1
-ways = pytest.mark.parametrize("hook", [False, True], ids=["op", "hook"])
-hook_first = pytest.mark.parametrize("hook", [*slow(False), True], ids=["op", "hook"])
+ways = pytest.mark.parametrize("hook", [*slow(False), True], ids=["op", "hook"])
 NAME = "ModelAverageOptimizer/global_center_variable/v0"
 
 
@@ -129,7 +128,7 @@ def test_a_worker_that_ends_is_no_longer_a_member():
     check(models[0], 5.0, 4)
 
 
-@hook_first
+@ways
 @pytest.mark.parametrize("first", [0, *slow(1)])
 def test_training_again_after_all_have_left(first, hook):
     """Nobody waits for one that may have finished; those that are back wait for each other."""
@@ -205,7 +204,7 @@ def test_a_worker_with_nan_stays_out_of_the_round(hook, bad):
     check(models[0], 2.5, 2)
 
 
-@hook_first
+@ways
 def test_a_round_of_nothing_is_closed_and_not_counted(hook):
     servers = Servers(2, 2)
     models = [started(servers, k, hook) for k in range(2)]

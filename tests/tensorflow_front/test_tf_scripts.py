@@ -92,7 +92,7 @@ def test_a_name_scope_of_its_own_does_not_part_a_worker_from_the_round(hook):
     assert [model.values()["center"]["v"] for model in models] == [1.5, 1.5]
 
 
-@pytest.mark.parametrize("hook", [False, True], ids=["op", "hook"])
+@pytest.mark.parametrize("hook", [*slow(False), True], ids=["op", "hook"])
 @pytest.mark.parametrize("rule", RULES)
 def test_two_train_operations_of_one_optimizer_count_for_themselves(rule, hook):
     """As for a generator and its critic, which takes more steps."""

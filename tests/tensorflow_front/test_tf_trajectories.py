@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 from tf_cluster import INNERS, Model, Servers, close, together
 
+from marks import slow
 from recorded import DATA, RECORDED, start
 
 v1 = tf.compat.v1
@@ -22,7 +23,7 @@ def build(model):
 
 
 @pytest.mark.parametrize("hook", [False, True], ids=["op", "hook"])
-@pytest.mark.parametrize("resource", [True, False], ids=["resource", "reference"])
+@pytest.mark.parametrize("resource", [True, *slow(False)], ids=["resource", "reference"])
 @pytest.mark.parametrize("name", sorted(RECORDED))
 def test_recorded(name, resource, hook):
     config = RECORDED[name]["config"]

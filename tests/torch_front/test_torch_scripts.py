@@ -15,7 +15,12 @@ HERE = Path(__file__).parent
 
 @pytest.mark.parametrize(
     ("end", "versions"),
-    [("return", 2), ("exit overlap", 2), ("raise", 1), ("nan", 1)],
+    [
+        ("return", 2),
+        ("raise", 1),
+        pytest.param("exit overlap", 2, marks=pytest.mark.slow),
+        pytest.param("nan", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_the_end_of_a_script(end, versions, directory):
     """A normal one sends what the last period left over, an error does not; both are told."""
