@@ -77,7 +77,7 @@ def elsewhere(*_, **__):
 
 def open_files():
     """How many pipes and pieces of lent memory are open: what else is, others may open or close."""
-    gc.collect(1)  # what this test has left; all that others have would take half a second
+    gc.collect()  # what other tests have left
     links = []
     for file in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):

@@ -37,3 +37,10 @@ def test_a_process_that_has_left_the_cluster_says_so():
     head.ask.side_effect = EndedError("This process has left the Ray cluster.")
     with pytest.raises(EndedError, match="has left"):
         RayCenter.retire(SimpleNamespace(close=mock.Mock(), head=head, name="digits"))
+
+
+def test_a_storage_that_is_behind_is_said(caplog):
+    retire(["digits/shard-0: no space left", "digits/shard-1: no space left"])
+    assert caplog.messages[0].endswith(
+        "no last checkpoint of digits/shard-0: no space left (and of 1 more)"
+    )

@@ -188,6 +188,7 @@ def test_a_worker_that_is_interrupted_keeps_nothing_open(serve, monkeypatch, whe
     deadline = time.monotonic() + 10  # the shard may still be about to leave
     while open_files() > open_before:
         assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_shard_that_was_started_again_is_called_again(serve, tmp_path):

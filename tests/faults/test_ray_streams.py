@@ -98,7 +98,7 @@ def test_shards_are_killed(open_center, tmp_path, together, caplog, name):
         np.testing.assert_allclose(one.parameters["w"], c, atol=1e-6)
 
 
-def test_a_shard_that_is_told_to_end_does_and_loses_nothing(open_center, tmp_path):
+def test_a_shard_that_is_told_to_end_writes_itself_and_does(open_center, tmp_path):
     """As when its machine is taken away. It does not wait for a worker to leave, as Ray would."""
     center = open_center()
     one = Worker(VALUES, RULE, center, 0, synchronous=False, timeout=60)

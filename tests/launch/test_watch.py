@@ -3,6 +3,7 @@
 import os
 import time
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,10 +11,11 @@ from safetensors.numpy import load_file
 
 from served import Service, worker
 from springline import AGN, ElasticAverage
-from springline.center import Layout
+from springline.center import CenterError, Layout
+from springline.center.served.center import ServedCenter
 from springline.launch import watch
 from springline.launch.state import CenterStatus
-from springline.launch.watch import CenterWatch
+from springline.launch.watch import CenterWatch, ClusterKeeper
 from springline.rules import SGD
 
 RULE = ElasticAverage(workers=2)
@@ -89,3 +91,39 @@ def test_what_a_shard_has_lost_is_said_and_a_copy_that_has_more_is_kept(
     assert len(caplog.messages) == 2 + kept.exists()
     if kept.exists():
         np.testing.assert_array_equal(load_file(kept)["w"], 7)
+
+
+def test_more_shards_than_the_model_can_be_cut_into_are_said(tmp_path, monkeypatch, caplog):
+    values = {"w": np.zeros(4, np.float32)}
+    service = Service(Layout.of(values), RULE, values, True, None)
+    service.head.tell = lambda *_: None
+    monkeypatch.setattr(watch, "open_center", lambda name: service.open())
+    (tmp_path / "center").mkdir()
+    looking = CenterWatch(tmp_path, "digits", 5)
+    looking._look()
+    looking._look()
+    service.close()
+    assert caplog.messages == ["Shards of the center: 1, as this model cannot be cut into 5."]
+
+
+def test_a_shard_that_has_lost_all_breaks_the_center(tmp_path, monkeypatch):
+    """What is left is the copy in the run directory, also where nobody can end the center."""
+    values, said = {"w": np.full(200_000, 3, np.float32)}, []
+    service = Service(Layout.of(values), RULE, values, True, None)
+    monkeypatch.setattr(watch, "open_center", lambda name: service.open())
+    assert watch.broken("digits") is None
+    keeper = ClusterKeeper(tmp_path, 30.0, said.append, "digits")
+    keeper.start()
+    center = service.open()
+    (tmp_path / "center").mkdir()
+    center.save(tmp_path / "center" / "checkpoint.safetensors")
+    keeper.saved = time.time()
+    service.shards[1].target = service.make[1]()
+    assert "Shard-1 of the center was started again and has no checkpoint" in watch.broken("digits")
+    retired = mock.Mock(side_effect=CenterError("It could not be ended in time."))
+    monkeypatch.setattr(ServedCenter, "retire", retired, raising=False)
+    final = keeper.finish()
+    service.close()
+    np.testing.assert_array_equal(load_file(final)["w"], 3)
+    assert "it is taken from its last checkpoint here" in said[0]
+    assert retired.called

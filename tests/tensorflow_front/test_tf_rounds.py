@@ -188,7 +188,7 @@ def test_servers_that_are_gone_do_not_fail_the_end(caplog, monkeypatch):
     assert "could not be told that this worker ends: gone" in caplog.text
 
 
-@ways
+@pytest.mark.parametrize("hook", [False, True], ids=["op", "hook"])
 @pytest.mark.parametrize("bad", [np.nan, *slow(np.inf)])
 def test_a_worker_with_nan_stays_out_of_the_round(hook, bad):
     servers = Servers(2, 2)

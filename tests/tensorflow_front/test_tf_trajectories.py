@@ -1,12 +1,12 @@
 """The nine runs recorded from TensorFlow 1.15.5, on a real cluster."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import tensorflow as tf
 from tf_cluster import INNERS, Model, Servers, close, together
 
-from marks import slow
 from recorded import DATA, RECORDED, start
 
 v1 = tf.compat.v1
@@ -22,9 +22,15 @@ def build(model):
     return tf.reduce_mean(tf.square(tf.matmul(model.x, w) + b - model.y))
 
 
-@pytest.mark.parametrize("hook", [False, True], ids=["op", "hook"])
-@pytest.mark.parametrize("resource", [True, *slow(False)], ids=["resource", "reference"])
-@pytest.mark.parametrize("name", sorted(RECORDED))
+WAYS = list(product(sorted(RECORDED), (True, False), (False, True)))
+EVERY_DAY = [
+    *((name, True, hook) for name, resource, hook in WAYS if resource),
+    *((name, False, True) for name in ("agn-momentum", "average-momentum", "elastic-momentum-rho")),
+]
+OTHERS = [pytest.param(*way, marks=pytest.mark.slow) for way in WAYS if way not in EVERY_DAY]
+
+
+@pytest.mark.parametrize(("name", "resource", "hook"), [*EVERY_DAY, *OTHERS])
 def test_recorded(name, resource, hook):
     config = RECORDED[name]["config"]
     workers = config["workers"]

@@ -154,11 +154,14 @@ class RayCenter(ServedCenter):
 
         call = Call(self.head, "retire", check=check)
         with contextlib.suppress(EndedError):  # the head has ended before it could answer
-            for failed in call.result() or ():
+            failed = call.result()
+            if failed:
+                more = f" (and of {len(failed) - 1} more)" if failed[1:] else ""
                 _log.warning(
-                    "The storage is behind: no last checkpoint of %s. Who goes on from it begins "
-                    "where it is.",
-                    failed,
+                    "The storage is behind, and so is who goes on from it: no last checkpoint of "
+                    "%s%s",
+                    failed[0],
+                    more,
                 )
 
 

@@ -28,7 +28,7 @@ from springline.center.ray_peer import (
     shard_peers,
     shards_named,
 )
-from springline.center.served.head import Head
+from springline.center.served.head import Head, Look
 from springline.center.served.messages import Row, latest
 from springline.center.served.near_shard import NearShard
 from springline.rules.rule import Rule
@@ -55,10 +55,12 @@ class RayShard(NearShard):
 
     def _end(self) -> None:
         """Write a last checkpoint, and end: Ray starts another, if this is not the end of all."""
+        threading.Timer(_SAVING, os._exit, [1]).start()
         try:
             self.save()
-        finally:
-            os._exit(1)
+        except Exception as error:  # nobody is here any more to tell
+            _log.warning("%s ends without a last checkpoint: %s", self.name, error)
+        os._exit(1)
 
     def in_life(self) -> str:
         """Return what is drawn anew whenever the shard is started."""
@@ -88,6 +90,10 @@ class RayHead(Head):
         self._linger = linger
         self._wanted = time.monotonic()  # when somebody last wanted the center to stay
         self._watch = asyncio.ensure_future(self._retire_when_idle())
+
+    async def look(self) -> Look | None:
+        """Return what is known; None while there is no center, and when it is being ended."""
+        return None if self._ending else await super().look()
 
     async def make_shards(self, rule: Rule, description: Mapping[str, Any]) -> None:
         """Make those shards that are not there.
@@ -168,9 +174,12 @@ class RayHead(Head):
         for actor, handle in shards_named(self._name).items():
             try:
                 await asyncio.wait_for(RayPeer(actor, actor, handle).answer("save"), _SAVING)
+            except EndedError:
+                continue  # it is gone: somebody else ends the center, too
             except (CenterError, RayError, asyncio.TimeoutError) as error:
-                failed.append(f"{actor}: {error}")
-                _log.warning("%s ends without a last checkpoint: %s", actor, error)
+                why = str(getattr(error, "cause", None) or error)  # the shard's own words, if any
+                failed.append(f"{actor}: {why or f'not written within {_SAVING:.0f} s'}")
+                _log.warning("%s ends without a last checkpoint: %s", actor, why)
             ray.kill(handle)
         head = find(head_name(self._name))
         asyncio.get_running_loop().call_later(PAUSE, ray.kill, head)  # when we have answered

@@ -188,7 +188,7 @@ def _find_center(directory: Path) -> tuple[Mapping[str, NDArray[Any]], str]:
     if saved is not None:
         written = time.strftime("%d %b %H:%M:%S", time.localtime(saved.stat().st_mtime))
         source = f"version {describe(saved).version} of {written}, from {saved}"
-        if state and state.cluster and not state.ended:
+        if state and state.cluster and not (state.ended and (directory / FINAL).exists()):
             source += "; the one on its cluster may be newer"
         return read_center(place, saved), source
     if (directory / FINAL).exists():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -26,13 +27,14 @@ from springline.launch.remote import RemoteWorker
 from springline.launch.request import ClusterRequest
 from springline.launch.room import check_room, free, needs, nodes
 from springline.launch.task import Task
-from springline.launch.watch import CenterWatch, ClusterKeeper, broken, open_center
+from springline.launch.watch import CenterWatch, ClusterKeeper, broken
 
 _log = logging.getLogger("springline")
 _WAIT = 10.0  # seconds after which we say that a worker has not started
 _SILENCE = 20.0  # seconds after which we say that nobody answers
 _AGAIN = 60.0  # seconds after which a warning is said again
 _LONG = 240  # letters of it
+_ANSWER = 6.0  # seconds that the center has to say that it cannot go on
 _CLOSING = 5.0  # seconds that hosts may take to clean up
 # Of the launcher's environment, what says something of its machine or its job and not of the run:
 # names, and beginnings of names.
@@ -171,7 +173,7 @@ class Machines(Place):
                 "cluster (its Ray node has died), and all workers are lost with it: the run ends. "
                 "Start Ray here again."
             )
-        elif worker.entry.exit_code and (why := self._broken()):
+        elif (worker.entry.exit_code or 0) > 0 and (why := self._broken()):
             worker.refused = f"{worker.name.capitalize()} {worker.describe_end()}. {why}"
         else:
             self._watch.gone(worker.entry.rank)
@@ -182,8 +184,6 @@ class Machines(Place):
         if self._cut_off:
             raise CenterError("This machine has left the cluster.")
         self._watch.finish()
-        if self._broken() and (center := open_center(self._cluster.center)):
-            center.retire()  # what is left is the last checkpoint in the run directory
         return self._keeper.finish(hurried)
 
     def release(self) -> None:
@@ -199,8 +199,16 @@ class Machines(Place):
             ray.wait(closing, num_returns=len(closing), timeout=_CLOSING)
 
     def _broken(self) -> str | None:
-        """Return why the center cannot go on, if it cannot; with a storage it always can."""
-        return None if self.resumable else broken(self._cluster.center)
+        """Return why the center cannot go on, if it says so in time; with a storage it can."""
+        if self.resumable:
+            return None
+        found: list[str | None] = []
+        asks = threading.Thread(
+            target=lambda: found.append(broken(self._cluster.center)), daemon=True
+        )
+        asks.start()
+        asks.join(_ANSWER)
+        return found[0] if found else None
 
     def _is_cut_off(self) -> bool:
         """Whether the node that this process is connected through is gone."""

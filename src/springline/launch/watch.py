@@ -28,6 +28,7 @@ _EVERY = 1.0  # seconds between two looks at the center
 _LAST = 5.0  # seconds that the last look may take, and the end if somebody is in a hurry
 _TROUBLE = 10.0  # seconds between two questions whether shards are in trouble
 _SAVING = 300.0  # seconds that reading and saving a center may take at the end
+_BROKEN = 5.0  # seconds that shards have to say that they are
 _log = logging.getLogger("springline")
 
 
@@ -47,6 +48,7 @@ class ClusterKeeper(Keeper):
         super().__init__(directory, every, say)
         self._before = self.saved
         self._name = name
+        self._broken = False  # whether it cannot go on
 
     def finish(self, hurried: Callable[[], bool] = lambda: False) -> Path | None:
         """Do as every keeper does, but not for ever: what is asked may never answer.
@@ -58,6 +60,7 @@ class ClusterKeeper(Keeper):
 
         def finish() -> None:
             try:
+                self._end_if_broken()
                 found.append(super(ClusterKeeper, self).finish())
             except RayError as error:
                 found.append(_no_answer(error))
@@ -76,7 +79,14 @@ class ClusterKeeper(Keeper):
         return found[0]
 
     def _open(self) -> RayCenter | None:
-        return open_center(self._name)
+        return None if self._broken else open_center(self._name)
+
+    def _end_if_broken(self) -> None:
+        """End a center that cannot go on; what is left of it is its last checkpoint here."""
+        self._broken = broken(self._name) is not None
+        if self._broken and (center := open_center(self._name)):
+            with contextlib.suppress(CenterError, RayError):  # then it ends when nobody has come
+                center.retire()
 
     def _save(self, center: Any) -> None:
         self._checkpoint.parent.mkdir(mode=0o700, exist_ok=True)  # the first one to write there
@@ -174,7 +184,7 @@ class CenterWatch:
             self._hear_of_trouble(center)
             if self._last is None and len(center.shards) < self._shards:
                 _log.warning(
-                    "The center has %d shards: this model cannot be cut into %d.",
+                    "Shards of the center: %d, as this model cannot be cut into %d.",
                     len(center.shards),
                     self._shards,
                 )
@@ -192,7 +202,7 @@ class CenterWatch:
             return
         self._listen_at = time.monotonic() + _TROUBLE
         failed: dict[str, str] = {}
-        for name, trouble in _troubles(center):
+        for name, trouble in _troubles(center, _EVERY):
             before = self._heard.get(name)
             self._heard[name] = trouble
             if trouble.failed:
@@ -229,12 +239,13 @@ class CenterWatch:
                 _log.warning("The run directory's copy could not be kept: %s", error)
 
 
-def _troubles(center: RayCenter) -> Iterator[tuple[str, Trouble]]:
-    """Ask the shards what trouble they have; who does not answer at once is left out."""
+def _troubles(center: RayCenter, seconds: float) -> Iterator[tuple[str, Trouble]]:
+    """Ask the shards what trouble they have; who does not answer in time is left out."""
+    deadline = time.monotonic() + seconds
     asked = [(peer.name, peer.ask("trouble")) for peer in center.shards]
     for name, pending in asked:
         with contextlib.suppress(TimeoutError, PeerLostError):  # the next time will do
-            yield name, pending.result(_EVERY)
+            yield name, pending.result(max(0.0, deadline - time.monotonic()))
 
 
 def broken(name: str) -> str | None:
@@ -242,8 +253,8 @@ def broken(name: str) -> str | None:
     with contextlib.suppress(CenterError, OSError, RayError):  # it may end this very moment
         if center := open_center(name):
             with center:
-                found = [trouble.broken for _, trouble in _troubles(center) if trouble.broken]
-                return found[0] if found else None
+                found = (trouble.broken for _, trouble in _troubles(center, _BROKEN))
+                return next(filter(None, found), None)
     return None
 
 
