@@ -44,6 +44,16 @@ def observed(one, value):
             x += value
 
 
+def exchanges_are_applied_once(service):
+    """What a worker gives, the center has."""
+    one = worker(service)
+    for _ in range(4):
+        one.parameters["w"] += 16
+        one.exchange()
+    np.testing.assert_array_equal(one.parameters["w"] + center_of(service), 4 * 16)
+    assert one.center.version == 4
+
+
 @pytest.mark.parametrize("name", ["elastic", "sgd"])
 def test_it_is_called_once(serve, name, small):
     rule = RULES.get(name, RULE)
@@ -84,12 +94,7 @@ def test_a_call_that_is_made_twice_hears_nothing(serve):
     service = serve()
     for peer in service.shards:
         peer.disturb = lambda method: "twice"
-    one = worker(service)
-    for _ in range(3):
-        one.parameters["w"] += 16
-        one.exchange()
-    np.testing.assert_array_equal(one.parameters["w"] + center_of(service), 3 * 16)
-    assert one.center.version == 3
+    exchanges_are_applied_once(service)
 
 
 def test_the_second_of_two_calls_is_answered(serve, monkeypatch):
@@ -102,12 +107,7 @@ def test_the_second_of_two_calls_is_answered(serve, monkeypatch):
         return ask(method, *arguments) if method == "stream" else first
 
     monkeypatch.setattr(shard, "ask", twice)
-    one = worker(service)
-    for _ in range(4):
-        one.parameters["w"] += 16
-        one.exchange()
-    np.testing.assert_array_equal(one.parameters["w"] + center_of(service), 4 * 16)
-    assert one.center.version == 4
+    exchanges_are_applied_once(service)
 
 
 def test_an_earlier_life_does_not_come_in_between(serve, background, monkeypatch):

@@ -158,9 +158,9 @@ class NearShard(Shard):
         """Apply an exchange; whether as a whole."""
         message, sender = request.message, request.message.sender
         with self._book.alone(sender):
-            refused = self._book.refused(sender)
+            refused, check = self._book.refused(sender), partial(self._book.check_latest, sender)
             for piece in range(message.had, self._merger.pieces):
-                guest.wait(partial(self._book.check_latest, sender))
+                guest.wait(check)
                 with self._locked():
                     answer, whole = self._swap(request, piece, refused, guest)
                 guest.say(answer)
