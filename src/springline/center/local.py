@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from springline.center.errors import LayoutError
-from springline.center.layout import Bytes, Layout, aligned_zeros
+from springline.center.layout import Layout, aligned_zeros
 from springline.center.locks import ThreadLocks
 from springline.center.memory import MemoryCenter
 from springline.center.plan import Plan
@@ -37,21 +36,7 @@ class LocalCenter(MemoryCenter):
         restore: Path | None = None,
     ) -> None:
         plan = Plan.of(layout, rule, use_locking)
-        self._raw = aligned_zeros(plan.nbytes)
-        super().__init__(plan, self._raw, ThreadLocks())
+        super().__init__(plan, aligned_zeros(plan.nbytes), ThreadLocks())
         self.initialise(values)
         if restore:
             self.restore(restore)
-
-    def dump(self) -> Bytes:
-        """Return a copy of everything: the center, its version, the outer optimizer's state."""
-        return self._raw.copy()
-
-    def load(self, dumped: Bytes) -> None:
-        """Go back to what `dump` returned, of a center with the same layout and rule."""
-        if dumped.shape != self._raw.shape:
-            raise LayoutError(
-                f"The state is of another model or rule: it holds {dumped.size} bytes of center, "
-                f"this one has {self._raw.size}."
-            )
-        self._raw[:] = dumped
