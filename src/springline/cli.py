@@ -94,13 +94,13 @@ def run(
     cpus: Annotated[
         float | None,
         typer.Option(
-            help="Of each worker.", metavar="C", show_default="1", rich_help_panel=_CLUSTER
+            help="CPUs per worker.", metavar="C", show_default="1", rich_help_panel=_CLUSTER
         ),
     ] = None,
     gpus: Annotated[
         float | None,
         typer.Option(
-            help="Of each worker.", metavar="G", show_default="0", rich_help_panel=_CLUSTER
+            help="GPUs per worker.", metavar="G", show_default="0", rich_help_panel=_CLUSTER
         ),
     ] = None,
     working_dir: Annotated[
@@ -108,6 +108,14 @@ def run(
         typer.Option(
             help="Copied to every machine, but for runs/; SCRIPT is run from there.",
             metavar="DIR",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Send this environment variable to the workers; may be repeated. No other is.",
+            metavar="NAME",
             rich_help_panel=_CLUSTER,
         ),
     ] = None,
@@ -131,7 +139,9 @@ def run(
             workers=workers,
             ps=ps,
             directory=directory,
-            cluster=ClusterRequest(address, center_shards, storage, cpus, gpus, copied),
+            cluster=ClusterRequest(
+                address, center_shards, storage, cpus, gpus, copied, env or None
+            ),
             max_restarts=max_restarts,
             say=say,
         )

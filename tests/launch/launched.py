@@ -88,6 +88,6 @@ class Command:
     def send(self, number):
         self.process.send_signal(number)
 
-    def wait(self, seconds=60.0):
+    def wait(self, seconds=180.0):
         """Wait for its end; return its exit status."""
         return self.process.wait(seconds)

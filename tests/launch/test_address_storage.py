@@ -10,7 +10,7 @@ from launched import TRAINING, wait_for
 from safetensors.numpy import load_file
 
 from ray_cluster import actors_of, pid_of
-from springline.launch.home import center_name
+from springline.launch.ray_keeper import center_name
 
 pytestmark = pytest.mark.slow
 PATIENCE = 120.0  # seconds for what takes a few, on a busy machine

@@ -8,7 +8,7 @@ import socket
 import pytest
 from launched import all_gone, wait_for
 
-from springline.launch.cluster import LocalCluster
+from springline.launch.backend import LocalCluster
 from springline.launch.state import LaunchState, WorkerEntry
 
 # A server listens at its address for ever, a worker listens too, looks for the server and ends.

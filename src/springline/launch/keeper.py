@@ -60,8 +60,11 @@ class Keeper:
         """Save no more; waits for nothing."""
         self._stop.set()
 
-    def finish(self) -> Path | None:
+    def finish(self, hurried: Callable[[], bool] = lambda: False) -> Path | None:
         """Write `RUN/center.safetensors` and free the center's memory, when all workers are gone.
+
+        Args:
+            hurried: whether somebody does not want to wait any more; memory never keeps one.
 
         Returns:
             Where the center is now; None if there was none.
@@ -113,13 +116,9 @@ class Keeper:
         """Save the center for the last time and free its memory."""
         center.retire()
 
-    def _pause(self) -> float:
-        """Return the seconds until the next checkpoint."""
-        return self._every
-
     def _keep(self) -> None:
         failed = False
-        while not self._stop.wait(self._pause()):
+        while not self._stop.wait(self._every):
             try:
                 center = self._open()
                 if center is None:
@@ -130,19 +129,6 @@ class Keeper:
                 if not failed and not self._stop.is_set():  # once, not every 30 seconds
                     self._say(f"No checkpoint: {error}")
                 failed = True
-
-
-def keep_copy(directory: Path, copy: Path) -> Path:
-    """Keep a checkpoint in a run's directory, which others would replace; return where."""
-    fixed = directory / f".{CHECKPOINT_NAME}-kept"
-    fixed.unlink(missing_ok=True)
-    fixed.hardlink_to(copy)  # whatever is written to its place meanwhile
-    try:
-        kept = directory / f"center-version-{describe(fixed).version}.safetensors"
-        write_tensors(kept, read_center(directory / CENTER, fixed))
-    finally:
-        fixed.unlink()
-    return kept
 
 
 def export(run: str | Path, path: Path, force: bool = False) -> str:

@@ -6,16 +6,16 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from springline.center import CenterError
+from springline.launch.backend import choose_backend, connect
 from springline.launch.directory import RunDirectory
-from springline.launch.placing import connect, find_place
 from springline.launch.request import ClusterRequest, check_numbers, check_script
-from springline.launch.signals import hearing
 from springline.launch.state import NAME, LaunchState
 from springline.launch.task import Task
 from springline.run import Run
@@ -26,6 +26,7 @@ _PAUSE = 0.5  # seconds before a worker that died is started again
 _PRESSURE = ((0.0, signal.SIGINT), (5.0, signal.SIGTERM), (8.0, signal.SIGKILL))
 # Without a parameter server a worker of TensorFlow waits in a call that hears no SIGINT.
 _PRESSURE_WITHOUT_PS = ((0.0, signal.SIGTERM), (3.0, signal.SIGKILL))
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that ask a launcher to stop
 
 
 class Launcher:
@@ -74,15 +75,15 @@ class Launcher:
         self._max_restarts = max_restarts
         what = script, arguments, workers, ps, asked, checkpoint_every
         try:
-            self._place, asked = find_place(self._claim, *what, self._tell)
+            self._backend, asked = choose_backend(self._claim, *what, self._tell)
         except BaseException:
             self._claim.abandon()
             raise
-        self._processes, self._servers = self._place.workers, self._place.servers
+        self._processes, self._servers = self._backend.workers, self._backend.servers
         self.workers, self.ps = len(self._processes), len(self._servers)
         self.address = asked.address
-        self.center_name = self._place.center_name
-        self.resumable = self._place.resumable
+        self.center_name = self._backend.center_name
+        self.resumable = self._backend.resumable
         self.center: Path | None = None  # where it is, at the end
         self.failed: Task | None = None  # the one that ended the run
         self._state = LaunchState(
@@ -114,7 +115,7 @@ class Launcher:
         """
         with hearing() as self._heard:
             try:
-                self._place.begin()
+                self._backend.begin()
                 self._record()  # what the center is called, before there is one
                 try:
                     for process in (*self._servers, *self._processes):
@@ -129,7 +130,7 @@ class Launcher:
                     self._state.ended = time.time()
                     self._record()
             finally:
-                self._place.release()
+                self._backend.release()
                 self._claim.release()
         return self._status or 0
 
@@ -141,7 +142,7 @@ class Launcher:
             for process in self._processes:
                 self._look(process)
             self._press()
-            self._place.tick()
+            self._backend.tick()
             self._record()
             tick()
             time.sleep(_LOOK)
@@ -194,7 +195,7 @@ class Launcher:
     def _ended(self, process: Task) -> None:
         entry = process.entry
         how = f"{process.name.capitalize()} {process.describe_end()}"
-        self._place.gone(process)
+        self._backend.gone(process)
         if process.refused:
             entry.state = "failed"
             if self._status is None:  # else it was said of another
@@ -252,14 +253,14 @@ class Launcher:
     def _keep_center(self) -> None:
         try:
             self._heard.clear()
-            self.center = self._place.finish(lambda: bool(self._heard))
+            self.center = self._backend.finish(lambda: bool(self._heard))
         except (CenterError, OSError) as error:
             self._status = self._status or 1
-            self._tell(f"The center could not be saved: {error} {self._place.rescue}")
+            self._tell(f"The center could not be saved: {error} {self._backend.rescue}")
 
     def _record(self) -> None:
         """Write `RUN/launch.json` if anything has changed."""
-        self._state.checkpoint = self._place.keeper.saved
+        self._state.checkpoint = self._backend.keeper.saved
         now = asdict(self._state)
         if now != self._written:
             self._written = now
@@ -271,3 +272,21 @@ class Launcher:
     def _tell(self, text: str) -> None:
         with contextlib.suppress(OSError, SystemExit):  # whoever listened is gone; we go on
             self._say(text)
+
+
+@contextlib.contextmanager
+def hearing() -> Iterator[list[int]]:
+    """Note the signals that come, in the list that this gives."""
+    heard: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        heard.append(number)
+
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # nohup
+    numbers = [n for n in _SIGNALS if not (n == signal.SIGHUP and ignored)]
+    before = {number: signal.signal(number, note) for number in numbers}
+    try:
+        yield heard
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -20,7 +20,7 @@ _MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": "9999999999",
     "MALLOC_ARENA_MAX": "1",
 }
-THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 class WorkerProcess(Task):
@@ -32,6 +32,7 @@ class WorkerProcess(Task):
         number: the worker's rank, or the server's number.
         environment: what it finds there.
         job: whether it is a worker or a server.
+        cwd: the directory that it is run from; by default the one of this process.
     """
 
     def __init__(
@@ -41,9 +42,11 @@ class WorkerProcess(Task):
         number: int,
         environment: Mapping[str, str],
         job: Job = "worker",
+        cwd: str | None = None,
     ) -> None:
         super().__init__(directory, number, job)
         self._command = list(command)
+        self._cwd = cwd
         self._environment = dict(environment)
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -67,6 +70,7 @@ class WorkerProcess(Task):
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=self._environment,
+                cwd=self._cwd,
                 start_new_session=True,
             )
         finally:
@@ -115,7 +119,7 @@ def environment(
     share = inherited.get("OMP_NUM_THREADS") or str(max(1, cores() // workers))
     return {
         **_MEMORY,
-        **dict.fromkeys(THREADS, share),
+        **dict.fromkeys(_THREADS, share),
         **inherited,
         "PYTHONUNBUFFERED": "1",
         "SPRINGLINE_RUN": str(directory),

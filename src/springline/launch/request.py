@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ _OPTIONS = {
     "cpus": "--cpus",
     "gpus": "--gpus",
     "working_dir": "--working-dir",
+    "env": "--env",
 }
 
 
@@ -31,9 +32,10 @@ class ClusterRequest:
         address: the cluster's: `auto` or `HOST:PORT`. None for this machine alone.
         shards: into how many the center is cut.
         storage: where its shards keep checkpoints; `none` for nowhere.
-        cpus: of each worker.
-        gpus: of each worker.
+        cpus: per worker.
+        gpus: per worker.
         working_dir: a directory that is copied to every machine, from which the script is run.
+        env: names of the launcher's environment variables that workers get.
     """
 
     address: str | None = None
@@ -42,6 +44,7 @@ class ClusterRequest:
     cpus: float | None = None
     gpus: float | None = None
     working_dir: str | None = None
+    env: Sequence[str] | None = None
 
     def check(self, ps: int | None, goes_on: bool = True) -> None:
         """Refuse what cannot be.

@@ -1,0 +1,204 @@
+"""Where the workers of a run are: processes of this machine, or actors of a Ray cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from springline.center import CenterError
+from springline.launch.directory import LaunchError, RunDirectory
+from springline.launch.keeper import Keeper
+from springline.launch.process import WorkerProcess, cores, environment
+from springline.launch.request import ClusterRequest
+from springline.launch.state import LaunchState
+from springline.launch.task import Job, Task
+
+Say = Callable[[str], None]
+
+
+class Backend:
+    """Makes the workers of a run and keeps its center.
+
+    Attributes:
+        workers: by rank.
+        servers: parameter servers of a TensorFlow cluster, by number.
+        keeper: the center's.
+        rescue: what to do if the center could not be saved at the end.
+        center_name: what the center is called, if it has a name.
+        resumable: whether the run can go on after it was stopped.
+    """
+
+    rescue = ""
+    center_name: str | None = None
+    resumable = True
+
+    def __init__(self, workers: Sequence[Task], servers: Sequence[Task], keeper: Keeper) -> None:
+        self.workers = list(workers)
+        self.servers = list(servers)
+        self.keeper = keeper
+
+    def begin(self) -> None:
+        """Begin to keep the center: the workers are about to start."""
+        self.keeper.start()
+
+    def tick(self) -> None:
+        """Do what is to be done several times a second."""
+
+    def gone(self, worker: Task) -> None:
+        """Take note that a worker has ended or was lost."""
+
+    def finish(self, hurried: Callable[[], bool]) -> Path | None:
+        """Keep the center for good, when all workers are gone; see `Keeper.finish`.
+
+        Args:
+            hurried: whether somebody does not want to wait any more.
+        """
+        return self.keeper.finish(hurried)
+
+    def release(self) -> None:
+        """Give back what the run holds."""
+
+
+class LocalBackend(Backend):
+    """This machine: workers are processes, the center is in memory.
+
+    Args:
+        command: the script and its arguments.
+        directory: the run's.
+        workers: how many.
+        ps: how many parameter servers of a TensorFlow cluster.
+        keeper: the center's.
+    """
+
+    def __init__(
+        self, command: Sequence[str], directory: Path, workers: int, ps: int, keeper: Keeper
+    ) -> None:
+        self._cluster = LocalCluster(ps, workers) if ps else None
+
+        def task(number: int, job: Job) -> WorkerProcess:
+            ours = environment(os.environ, directory, number, workers)
+            if self._cluster:
+                ours |= self._cluster.environment(job, number, os.environ)
+            if job == "ps":  # it has no rank
+                del ours["SPRINGLINE_RANK"], ours["SPRINGLINE_WORKERS"]
+            return WorkerProcess(command, directory, number, ours, job)
+
+        tasks = [task(rank, "worker") for rank in range(workers)]
+        super().__init__(tasks, [task(number, "ps") for number in range(ps)], keeper)
+        self.rescue = (
+            f"It is still in memory: `springline export {directory} PATH` writes it elsewhere."
+        )
+
+    def release(self) -> None:
+        """Let others have the ports of a TensorFlow cluster."""
+        if self._cluster:
+            self._cluster.release()
+
+
+class LocalCluster:
+    """A free port for every task, kept for as long as this lives.
+
+    The ports are bound and not listened at, with `SO_REUSEADDR`, as TensorFlow's servers bind
+    theirs: a task can then listen at its port, also when it is started again, and nobody is given
+    the port by chance in between.
+
+    Args:
+        ps: how many parameter servers.
+        workers: how many workers.
+    """
+
+    def __init__(self, ps: int, workers: int) -> None:
+        self._held = [_hold() for _ in range(ps + workers)]
+        addresses = [f"127.0.0.1:{held.getsockname()[1]}" for held in self._held]
+        self.jobs: dict[Job, list[str]] = {"ps": addresses[:ps], "worker": addresses[ps:]}
+
+    def environment(self, job: Job, task: int, inherited: Mapping[str, str]) -> dict[str, str]:
+        """Return what a task is told."""
+        place = {"cluster": self.jobs, "task": {"type": job, "index": task}}
+        level = inherited.get("TF_CPP_MIN_LOG_LEVEL", "1")  # warnings and errors
+        return {"TF_CONFIG": json.dumps(place), "TF_CPP_MIN_LOG_LEVEL": level}
+
+    def release(self) -> None:
+        """Let others have the ports."""
+        for held in self._held:
+            held.close()
+
+
+def _hold() -> socket.socket:
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("", 0))  # TensorFlow's servers listen on all interfaces
+    return held
+
+
+def connect(address: str) -> None:
+    """Connect to a Ray cluster.
+
+    Raises:
+        LaunchError: there is none, or Ray is not installed.
+    """
+    try:
+        from springline.center.ray import connect as connect_to
+
+        connect_to(address)
+    except (CenterError, ImportError) as error:
+        raise LaunchError(str(error)) from error
+
+
+def choose_backend(
+    claim: RunDirectory,
+    script: Path,
+    arguments: Sequence[str],
+    workers: int | None,
+    ps: int | None,
+    asked: ClusterRequest,
+    every: float,
+    say: Say,
+) -> tuple[Backend, ClusterRequest]:
+    """Return a run's backend, and what is asked of a cluster; see `Launcher` for the rest.
+
+    What was not given is as in the last launch in the directory.
+
+    Raises:
+        LaunchError: the run cannot be there.
+    """
+    directory, before = claim.path, LaunchState.last(claim.path)
+    asked = asked.absolute().over(before.cluster if before else None, directory)
+    if before and ps is None:
+        ps = len(before.ps)
+    if before and workers is None and (before.cluster or (before.ps and ps)):
+        workers = len(before.workers)
+    if before and before.ps and ps and workers != len(before.workers):
+        raise LaunchError(
+            f"The run in {directory} has {len(before.workers)} workers, for good. Received: "
+            f"--workers {workers}. Leave it out, or start a new run."
+        )
+    if not asked.address:
+        workers = _number(claim, workers, max(2, cores()))
+        keeper = Keeper(directory, every, say)
+        command = [str(script), *arguments]
+        return LocalBackend(command, directory, workers, ps or 0, keeper), asked
+    asked.check(ps)
+    connect(asked.address)
+    from springline.launch.ray_backend import RayBackend, connect_with, room  # Ray is there
+
+    if asked.working_dir:
+        connect_with(asked.address, asked.working_dir, directory)
+    workers = _number(claim, workers, room(asked))
+    return RayBackend(str(script), list(arguments), directory, workers, asked, every, say), asked
+
+
+def _number(claim: RunDirectory, workers: int | None, default: int) -> int:
+    """Return how many workers there are to be."""
+    configured = claim.configured_workers()
+    if workers is None:
+        return configured or default
+    if configured not in (None, workers):
+        raise LaunchError(
+            f"The run in {claim.path} has {configured} workers, for good. Received: "
+            f"--workers {workers}. Leave it out, or start a new run."
+        )
+    return workers

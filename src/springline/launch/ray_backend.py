@@ -1,0 +1,273 @@
+"""The workers of a run on a Ray cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from springline.center import CenterError
+from springline.center.ray_peer import OPTIONS
+from springline.center.shared import LAYOUT_NAME
+from springline.cluster import Cluster
+from springline.launch.backend import Backend, Say
+from springline.launch.directory import CENTER, RUNS, LaunchError
+from springline.launch.ray_keeper import RayKeeper, center_name, check_center, storage_of
+from springline.launch.ray_worker import RayWorker
+from springline.launch.request import ClusterRequest
+from springline.launch.task import Task
+from springline.launch.worker_actor import Assignment
+
+_log = logging.getLogger("springline")
+_ray: Any = ray  # some of its functions have no types
+_WAIT = 10.0  # seconds after which we report that a worker has not started
+_SILENCE = 20.0  # seconds after which we report that nobody answers
+_AGAIN = 60.0  # seconds after which a warning is repeated
+_CLOSING = 5.0  # seconds that actors may take to clean up
+
+
+class RayBackend(Backend):
+    """A Ray cluster, to which this process is connected: an actor per worker.
+
+    Args:
+        script: as the user typed it.
+        arguments: the script's own.
+        directory: the run's.
+        workers: how many.
+        asked: of the cluster.
+        every: seconds from one copy of the center to the next, beside its shards' checkpoints.
+        say: told in a sentence what happens.
+
+    Raises:
+        LaunchError: the run cannot be there.
+    """
+
+    def __init__(
+        self,
+        script: str,
+        arguments: list[str],
+        directory: Path,
+        workers: int,
+        asked: ClusterRequest,
+        every: float,
+        say: Say,
+    ) -> None:
+        if (directory / CENTER / LAYOUT_NAME).exists():
+            raise LaunchError(
+                f"The center of the run in {directory} is on this machine, not on a cluster. Leave "
+                "`--address` out, or start a new run."
+            )
+        check_room(asked, workers)
+        sent = environment(asked.env or ())
+        name = center_name(directory)
+        storage = storage_of(asked, directory, name)
+        check_center(directory, name, storage)
+        context = ray.get_runtime_context()
+        self._node = context.get_node_id()
+        cluster = Cluster(context.gcs_address, name, asked.shards, storage)
+        where, script = _find(script, asked)
+
+        def worker(rank: int) -> RayWorker:
+            assignment = Assignment([script, *arguments], where, rank, workers, cluster, sent)
+            return RayWorker(assignment, directory, _options(asked))
+
+        self._ranks = [worker(rank) for rank in range(workers)]
+        self._center = RayKeeper(directory, every, say, name)
+        super().__init__(self._ranks, [], self._center)
+        self.center_name = name
+        self.resumable = storage is not None
+        self.rescue = "Its last copy here can be read with `springline export`."
+        if storage:
+            self.rescue = "It may still be on the cluster, where the run then goes on."
+        self._asked = asked
+        self._say = say
+        self._warnings = _Warnings(say)
+        self._silent = False  # whether nobody answers
+        self._waiting: set[int] = set()  # ranks that were reported as waiting
+        self._cut_off = False
+
+    def begin(self) -> None:
+        """Begin to keep and to watch the center."""
+        _log.addHandler(self._warnings)
+        super().begin()
+
+    def tick(self) -> None:
+        """Report, once, that nobody answers, and who has not started for a while."""
+        silence = self._center.silence
+        if silence > _SILENCE and not self._silent:
+            self._say(
+                f"The center has not answered for {silence:.0f} s. It is waited for. If the whole "
+                "cluster is gone, Ray ends this process within a minute or two: start the cluster "
+                "again, and go on with the same `--run`."
+            )
+        self._silent = silence > _SILENCE
+        waiting = {worker.entry.rank for worker in self._ranks if worker.waits > _WAIT}
+        if new := waiting - self._waiting:
+            ranks = ", ".join(map(str, sorted(new)))
+            who = f"Worker {ranks} has" if len(new) == 1 else f"Workers {ranks} have"
+            self._say(
+                f"{who} not started yet, for want of room or because a machine is still being made "
+                f"ready: each needs {_amounts(_resources(self._asked))}. See `ray status`."
+            )
+        self._waiting = waiting
+
+    def gone(self, worker: Task) -> None:
+        """Tell the center, so that nobody waits for it; end a run that cannot go on."""
+        how = f"{worker.name.capitalize()} {worker.describe_end()}."
+        if worker.refused or worker.entry.exit_code == 0:
+            self._center.gone(worker.entry.rank)
+        elif self._is_cut_off():
+            worker.refused = (
+                f"{how} This machine has left the cluster (its Ray node has died), and all workers "
+                "are lost with it: the run ends. Start Ray here again."
+            )
+        elif not self.resumable and self._center.is_lost():
+            worker.refused = (
+                f"{how} A shard of the center has died, too, and its part is kept nowhere "
+                "(`--storage none`): the run ends."
+            )
+        else:
+            self._center.gone(worker.entry.rank)
+
+    def finish(self, hurried: Callable[[], bool]) -> Path | None:
+        """Keep the center and end it."""
+        self._cut_off = self._is_cut_off()
+        if self._cut_off:
+            raise CenterError("This machine has left the cluster.")
+        return super().finish(hurried)
+
+    def release(self) -> None:
+        """Let the actors go."""
+        self._center.end()
+        _log.removeHandler(self._warnings)
+        if self._cut_off:
+            return  # they are gone, and nobody answers
+        for worker in self._ranks:
+            worker.release()
+        if closing := [worker.closing for worker in self._ranks if worker.closing is not None]:
+            ray.wait(closing, num_returns=len(closing), timeout=_CLOSING)
+
+    def _is_cut_off(self) -> bool:
+        """Whether the node that this process is connected through is gone."""
+        try:
+            return self._node not in {n["NodeID"] for n in _ray.nodes() if n["Alive"]}
+        except (RayError, ConnectionError):
+            return True
+
+
+class _Warnings(logging.Handler):
+    """Says what is logged while we ask the center, each once in a while."""
+
+    def __init__(self, say: Say) -> None:
+        super().__init__(logging.WARNING)
+        self._say = say
+        self._said: dict[str, float] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Say it, unless the same was said a moment ago."""
+        if time.monotonic() - self._said.get(record.msg, -_AGAIN) >= _AGAIN:
+            self._said[record.msg] = time.monotonic()
+            self._say(" ".join(record.getMessage().split()))
+
+
+def connect_with(address: str, directory: str, run: Path) -> None:
+    """Connect to the cluster again, with a directory that Ray copies to every machine.
+
+    Args:
+        address: the cluster's.
+        directory: to be copied, but for what runs have left in it.
+        run: the run's own directory.
+    """
+    ray.shutdown()
+    left_out = [f"/{RUNS}/"]
+    with contextlib.suppress(ValueError):  # it is elsewhere
+        left_out.append(f"/{run.resolve().relative_to(Path(directory).resolve()).as_posix()}/")
+    copied = {"working_dir": directory, "excludes": left_out}
+    try:
+        ray.init(address=address, runtime_env=copied, **OPTIONS)
+    except (ConnectionError, RayError, RuntimeError, ValueError) as error:
+        raise LaunchError(
+            f"The directory {directory} cannot be copied to the machines of the cluster: {error}"
+        ) from error
+
+
+def environment(names: Sequence[str]) -> dict[str, str]:
+    """Return the variables that the user sends along; no other leaves this machine."""
+    for name in names:
+        if name not in os.environ:
+            raise LaunchError(
+                f"`--env` must be the name of a variable that is set here. Received: {name}."
+            )
+    return {name: os.environ[name] for name in names}
+
+
+def room(asked: ClusterRequest) -> int:
+    """Return for how many workers the cluster has room when nothing else runs there; at least 1."""
+    total = _ray.cluster_resources()
+    fits = [int(total.get(name, 0.0) / amount) for name, amount in _resources(asked).items()]
+    return max(1, min(fits, default=1))
+
+
+def check_room(asked: ClusterRequest, workers: int) -> None:
+    """Refuse workers that can never all be there."""
+    total, each = _ray.cluster_resources(), _resources(asked)
+    if any(workers * amount > total.get(name, 0.0) for name, amount in each.items()):
+        raise LaunchError(
+            f"{workers} workers with {_amounts(each)} each do not fit on the cluster, which has "
+            f"{_amounts({name: total.get(name, 0.0) for name in ('CPU', 'GPU')})}. Give each less "
+            "with `--cpus` and `--gpus`, start fewer, or add machines."
+        )
+
+
+def _resources(asked: ClusterRequest) -> dict[str, float]:
+    each = {"CPU": 1.0 if asked.cpus is None else asked.cpus, "GPU": asked.gpus or 0.0}
+    return {name: amount for name, amount in each.items() if amount}
+
+
+def _amounts(amounts: Mapping[str, float]) -> str:
+    """Say amounts of resources.
+
+    >>> _amounts({"CPU": 1.0, "GPU": 0.5})
+    '1 CPU and 0.5 GPUs'
+    """
+    return " and ".join(f"{v:g} {k}" + "s" * (v != 1) for k, v in amounts.items()) or "nothing"
+
+
+def _find(script: str, asked: ClusterRequest) -> tuple[str | None, str]:
+    """Return the directory that a worker is run from, and the script as seen from there.
+
+    Without a directory, it is where Ray has copied the user's to: the one of `--working-dir`, or
+    that of the job that this launcher is (`ray job submit --working-dir`).
+    """
+    copied = Path(asked.working_dir) if asked.working_dir else None
+    if copied is None and ray.get_runtime_context().runtime_env.get("working_dir"):
+        copied = Path.cwd()
+    if copied is None:
+        return str(Path.cwd()), script
+    try:
+        return None, str(Path(script).resolve().relative_to(copied.resolve()))
+    except ValueError as error:
+        raise LaunchError(
+            f"The script must be in the directory that is copied to the machines, {copied}. "
+            f"Received: {script}."
+        ) from error
+
+
+def _options(asked: ClusterRequest) -> dict[str, Any]:
+    """Return the options of a worker's actor: Ray restarts it, the launcher repeats its calls."""
+    return {
+        "num_cpus": 1.0 if asked.cpus is None else asked.cpus,
+        "num_gpus": asked.gpus or 0.0,
+        "memory": 1,  # of an actor that asks for nothing at all, Ray minds no place
+        "max_restarts": -1,
+        "max_task_retries": 0,
+        "max_concurrency": 4,  # news, which may be asked twice, and signals
+        "scheduling_strategy": "SPREAD",
+    }

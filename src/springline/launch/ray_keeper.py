@@ -1,0 +1,275 @@
+"""What the launcher does for a center on a Ray cluster: names it, watches it, keeps it.
+
+RUN/center/status.json    what the center reported last, for whoever watches the run
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ray.exceptions import RayError
+
+from springline.center import CenterError, CheckpointError
+from springline.center.checkpoint import newest
+from springline.center.ray import RayCenter
+from springline.center.ray_peer import door
+from springline.center.served.founding import find_center
+from springline.center.served.head import GRACE
+from springline.center.served.messages import Trouble
+from springline.center.served.peer import PeerLostError
+from springline.center.served.storage import Storage
+from springline.launch.directory import CENTER, LaunchError
+from springline.launch.keeper import Keeper, read_center
+from springline.launch.request import NO_STORAGE, ClusterRequest
+from springline.launch.state import CenterStatus, LaunchState
+
+_EVERY = 1.0  # seconds between two looks at the center
+_ANSWER = 5.0  # seconds that two looks may take
+_TROUBLE = 10.0  # seconds between two questions whether shards are in trouble
+_LEAVING = GRACE + 5.0  # seconds that workers of a launcher that was killed may take to be gone
+_SAVING = 300.0  # seconds that reading and saving a center may take at the end
+_HURRY = 5.0  # seconds of it that are left once somebody is in a hurry
+_log = logging.getLogger("springline")
+
+
+class RayKeeper(Keeper):
+    """Keeps a center on a cluster: looks at it every second, saves a copy every so often.
+
+    Args:
+        directory: the run's.
+        every: seconds from one copy of the center in the run's directory to the next.
+        say: told of a copy that failed.
+        name: the center's.
+    """
+
+    def __init__(
+        self, directory: Path, every: float, say: Callable[[str], None], name: str
+    ) -> None:
+        super().__init__(directory, every, say)
+        self._name = name
+        self._before = self.saved
+        self._head: Any = None
+        self._last: CenterStatus | None = None
+        self._lost = False  # whether it was there, and is not any more
+        self._looks = 0
+        self._shards: dict[str, Trouble] = {}  # what each said last, by name
+        self._ask_shards_at = 0.0
+        self._save_at = 0.0
+        self._answered = time.monotonic()
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the center has answered, or Ray has said that there is none."""
+        return time.monotonic() - self._answered
+
+    def gone(self, rank: int) -> None:
+        """Tell the center that a worker is gone, so that nobody waits for it."""
+        if self._head is not None:
+            with contextlib.suppress(CenterError, RayError):  # it will notice by itself
+                self._head.tell("leave", rank, None)
+
+    def is_lost(self) -> bool:
+        """Whether there was a center and there is none any more; waits for the next look."""
+        deadline, before = time.monotonic() + _ANSWER, self._looks
+        while self._looks < before + 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self._lost
+
+    def finish(self, hurried: Callable[[], bool] = lambda: False) -> Path | None:
+        """Keep the center for good, when all workers are gone, but do not wait for ever.
+
+        Args:
+            hurried: whether somebody does not want to wait any more.
+        """
+        found: list[Path | BaseException | None] = []
+
+        def finish() -> None:
+            try:
+                found.append(super(RayKeeper, self).finish())
+            except RayError as error:
+                found.append(_no_answer(error))
+            except BaseException as error:
+                found.append(error)
+
+        thread = threading.Thread(target=finish, name="last keeper", daemon=True)
+        thread.start()
+        start = time.monotonic()
+        while thread.is_alive() and time.monotonic() - start < (_HURRY if hurried() else _SAVING):
+            thread.join(0.1)
+        if not found:
+            raise CenterError("The cluster has not answered yet.")
+        if isinstance(found[0], BaseException):
+            raise found[0]
+        return found[0]
+
+    def _keep(self) -> None:
+        failed = False
+        while not self._stop.wait(_EVERY):
+            with contextlib.suppress(CenterError, OSError, RayError):  # the next look will do
+                self._look()
+            self._looks += 1
+            if self._last and time.monotonic() > self._save_at:
+                self._save_at = time.monotonic() + self._every
+                why = self._try_to_save()
+                if why and not failed and not self._stop.is_set():  # once, not every 30 seconds
+                    self._say(f"No copy of the center in {self._directory}: {why}")
+                failed = why is not None
+            self._answered = time.monotonic()
+
+    def _try_to_save(self) -> Exception | None:
+        try:
+            if center := self._open():
+                self._save(center)
+                self.saved = time.time()
+        except RayError as error:
+            return _no_answer(error)
+        except (CenterError, OSError) as error:
+            return error
+        return None
+
+    def _open(self) -> RayCenter | None:
+        return open_center(self._name)
+
+    def _look(self) -> None:
+        center = self._open()
+        self._lost = center is None and self._last is not None
+        if center is None:
+            return
+        with center:
+            self._head = center.head
+            self._head.tell("stay")  # also if no worker is there, as long as the run goes on
+            if time.monotonic() > self._ask_shards_at:
+                self._ask_shards_at = time.monotonic() + _TROUBLE
+                self._hear_of_trouble(center)
+            progress = [(rank.steps, rank.exchanges, rank.seconds) for rank in center.progress()]
+            plan, version = center.plan.to_json(), center.version
+            self._last = CenterStatus(plan, version, center.members(), progress)
+        self._last.write(self._directory / CENTER)
+
+    def _hear_of_trouble(self, center: RayCenter) -> None:
+        """Warn of shards that could not write their checkpoints, or went back to an older one."""
+        deadline = time.monotonic() + _EVERY
+        failed: dict[str, str] = {}
+        for name, pending in [(peer.name, peer.ask("trouble")) for peer in center.shards]:
+            try:
+                trouble: Trouble = pending.result(max(0.0, deadline - time.monotonic()))
+            except (TimeoutError, PeerLostError):
+                continue  # the next time will do
+            before = self._shards.get(name)
+            same = before is not None and before.life == trouble.life
+            self._shards[name] = trouble
+            if before and not same:
+                _log.warning("%s was restarted.", name.capitalize())
+            if trouble.failed:
+                failed[name] = trouble.failed
+            if trouble.lost > (before.lost if before and same else 0):
+                ago = f", {time.time() - trouble.as_of:.0f} s old" if trouble.as_of else ""
+                _log.warning(
+                    "%s went back to its last checkpoint%s: %d exchanges are lost in its part of "
+                    "the center.",
+                    *(name.capitalize(), ago, trouble.lost),
+                )
+        if failed:
+            name, *others = failed
+            more = f" and {len(others)} more" if others else ""
+            _log.warning("No checkpoint of %s%s: %s", name, more, failed[name])
+
+    def _retire(self, center: Any) -> None:
+        self._look()
+        center.save(self._checkpoint)
+        center.retire()
+        if self._last:
+            replace(self._last, members=[]).write(self._directory / CENTER)
+
+    def _left(self) -> Path | None:
+        saved = newest(self._checkpoint)
+        if self.saved == self._before or saved is None:  # no worker has come in this launch
+            return super()._left()
+        self._say(
+            "The center is not on the cluster any more: it is taken from its last copy here, of "
+            f"{time.strftime('%H:%M:%S', time.localtime(saved.stat().st_mtime))}."
+        )
+        return self._write(read_center(self._directory / CENTER, saved))
+
+
+def open_center(name: str) -> RayCenter | None:
+    """Open a center on the cluster that this process is in; None if there is none.
+
+    Raises:
+        EndedError: this process has left the cluster, or is about to.
+    """
+    try:
+        with door.inside():  # or it might be joined again
+            return RayCenter.open(name)
+    except (CenterError, RayError, ConnectionError):
+        with door.inside():  # where we have not left it, there is none
+            return None
+
+
+def center_name(directory: Path) -> str:
+    """Return the name of a run's center: the one that it has, wherever its directory is by now.
+
+    That of a new run is drawn: another machine may have a directory of the same path.
+    """
+    before = LaunchState.last(directory)
+    return (before and before.center) or f"{directory.name}-{uuid.uuid4().hex[:8]}"
+
+
+def storage_of(asked: ClusterRequest, directory: Path, name: str) -> str | None:
+    """Return the run's own place for checkpoints, below the one that the user gave."""
+    if asked.storage == NO_STORAGE:
+        return None
+    if asked.storage:
+        return f"{asked.storage}{'' if asked.storage.endswith('/') else '/'}{name}"
+    return str(directory / CENTER / "shards")
+
+
+def check_center(directory: Path, name: str, storage: str | None) -> None:
+    """Refuse a run whose center is gone, or in use by another launcher's workers."""
+    made = CenterStatus.read(directory / CENTER) is not None
+    alive, kept = open_center(name) is not None, _is_kept(storage)
+    if made and not alive and not kept:
+        where = f"is not in {storage} any more" if storage else "was started with `--storage none`"
+        raise LaunchError(
+            f"The center of the run in {directory} {where}: it is gone, and the run cannot go on. "
+            "Its last copy can still be read with `springline export`. Start a new run."
+        )
+    deadline = time.monotonic() + _LEAVING
+    while alive and (members := _members(name)):
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"Workers of another launcher are at work with {name}, the center of the run in "
+                f"{directory}: ranks {members}. Is there a copy of this directory in which the run "
+                "goes on? Wait for its end, or start a new run."
+            )
+        time.sleep(0.2)
+
+
+def _members(name: str) -> list[int]:
+    if center := open_center(name):
+        with center, contextlib.suppress(CenterError):  # it may end this very moment
+            return center.members()
+    return []
+
+
+def _is_kept(storage: str | None) -> bool:
+    """Whether there is a center in a storage, which can be used from here."""
+    if storage is None:
+        return False
+    try:
+        return find_center(Storage(storage)) is not None
+    except CheckpointError as error:
+        raise LaunchError(f"{error} Give another with `--storage`.") from error
+
+
+def _no_answer(error: RayError) -> CenterError:
+    lines = str(error).split("\n")
+    return CenterError(f"The cluster has not answered ({type(error).__name__}: {lines[0]}).")

@@ -1,0 +1,212 @@
+"""One worker of a run on a Ray cluster: the launcher's end of its actor.
+
+Ray restarts the actor, on another machine if need be. Every question is repeated until it is
+answered: the actor starts a script once for each number, and is told which bytes of the worker's
+files the launcher has, so that asking twice does no harm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayError
+
+from springline.launch.directory import CENTER, LOCK
+from springline.launch.state import NAME as STATE_NAME
+from springline.launch.state import STATUS_NAME, CenterStatus
+from springline.launch.task import Task
+from springline.launch.worker_actor import Assignment, FilePart, News, Version, WorkerActor
+from springline.run import Run
+
+_log = logging.getLogger("springline")
+_AGAIN = 0.5  # seconds before an actor that is away is asked again
+_PATIENCE = 5.0  # seconds after which an actor that was told to kill its worker is killed itself
+_LAUNCHERS = ("stop", LOCK, STATE_NAME, f"{CENTER}/{STATUS_NAME}")  # files that no worker writes
+
+
+class RayWorker(Task):
+    """One rank of a run on a cluster, over all its starts.
+
+    Args:
+        assignment: what its actor is to do.
+        directory: the run's.
+        options: of the actor.
+    """
+
+    def __init__(self, assignment: Assignment, directory: Path, options: Mapping[str, Any]) -> None:
+        super().__init__(directory, assignment.rank)
+        self._assignment = assignment
+        self._directory = directory
+        self._options = dict(options)
+        self._actor: Any = None
+        self._question: tuple[Any, ...] = ()  # method and arguments of what was asked last
+        self._asked: Any = None  # the answer to come
+        self._ask_at = 0.0
+        self._known = ""  # the incarnation of the actor that answered last
+        self._have: dict[str, Version] = {}  # what we have of each file
+        self._start = 0
+        self._alive = self._begun = False
+        self._kill_at: float | None = None
+        self._away = ""  # why it was lost
+        self._since = 0.0  # when it was to start
+        self.closing: Any = None  # its actor's last answer
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs, or is about to, as far as `look` has seen."""
+        return self._alive
+
+    @property
+    def waits(self) -> float:
+        """For how many seconds it has been about to start."""
+        return time.monotonic() - self._since if self._alive and not self._begun else 0.0
+
+    def start(self) -> None:
+        """Let its actor start it."""
+        if self._actor is None:
+            make = ray.remote(WorkerActor).options(**self._options)
+            self._actor = make.remote(self._assignment)
+        self._alive, self._begun, self._kill_at, self._away = True, False, None, ""
+        self._start += 1
+        self._since = time.monotonic()
+        self.entry.state, self.entry.exit_code, self.entry.pid = "starting", None, None
+        starts = [*self.entry.starts]
+        self.entry.starts.append(time.time())
+        made = CenterStatus.read(self._directory / CENTER) is not None
+        self._ask("begin", self._start, starts, made)
+
+    def look(self) -> bool:
+        """Return whether it has ended since the last look; its entry then has the exit code.
+
+        What it has printed and logged is in the run's directory by then, unless it was lost with
+        its machine.
+        """
+        if not self._alive:
+            return False
+        if self._kill_at is not None and time.monotonic() > self._kill_at:
+            return self._lose("it did not end")
+        if self._asked is None:
+            if time.monotonic() >= self._ask_at:
+                self._ask(*self._question)
+            return False
+        if not ray.wait([self._asked], timeout=0)[0]:
+            return False
+        asked, self._asked = self._asked, None
+        try:
+            news: News = ray.get(asked)
+        except ActorUnavailableError:  # it may answer, or is being restarted
+            self._ask_at = time.monotonic() + _AGAIN
+            return False
+        except RayError as error:
+            if not self._known:  # it has never been there
+                return self._refuse(f"{self.name.capitalize()} cannot start: {_last_line(error)}.")
+            return self._lose(_last_line(error))
+        return self._hear(news)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        if self._alive and self._begun:
+            self._actor.send.remote(int(number))
+        else:
+            self.kill()  # there is no process yet
+
+    def kill(self) -> None:
+        """Kill it and all that it has started; its actor as well, if that does not answer."""
+        if self._alive and self._begun:
+            self._actor.kill.remote()
+            self._kill_at = self._kill_at or time.monotonic() + _PATIENCE
+        elif self._alive:
+            self._kill_at = 0.0
+
+    def release(self) -> None:
+        """Let its actor clean up and go."""
+        if self._actor is not None:
+            self.closing = self._actor.close.remote()
+            self._actor = None  # it ends when it has answered: there is no other handle
+
+    def describe_end(self) -> str:
+        """Say how it ended."""
+        if self.entry.exit_code is not None:
+            return super().describe_end()
+        return f"was lost{f' on {self.entry.machine}' if self.entry.machine else ''}: {self._away}"
+
+    def last_words(self) -> str:
+        """Return its last line; nothing if the script was not started this time."""
+        return super().last_words() if self._begun else ""
+
+    def _ask(self, method: str, *arguments: Any) -> None:
+        self._question = method, *arguments
+        self._asked = getattr(self._actor, method).remote(*arguments)
+
+    def _hear(self, news: News) -> bool:
+        if news.actor != self._known:  # its files are others
+            self._known, self._have = news.actor, {}
+            if self._begun:
+                self._away = "its actor or its machine died"
+                return self._end(None)
+        self.entry.machine = news.machine
+        if news.refused and self._start == 1:
+            return self._refuse(news.refused)
+        if news.refused:  # what was there before may be back soon
+            self._away = news.refused.rstrip(".")
+            return self._end(None)
+        if not self._begun:
+            self._begun, self.entry.pid, self.entry.state = True, news.pid, "running"
+        for part in news.parts:
+            self._write(part)
+        if news.stopping:
+            Run(self._directory).stop()
+        if news.ended and not news.parts:
+            return self._end(news.code)
+        if self._kill_at is not None:
+            self._kill_at = time.monotonic() + _PATIENCE  # it answers
+            self._actor.kill.remote()  # the first one may have been lost
+        self._ask("news", self._have, Run(self._directory).stopping())
+        return False
+
+    def _end(self, code: int | None) -> bool:
+        self.entry.exit_code, self.entry.pid, self._alive = code, None, False
+        return True
+
+    def _refuse(self, reason: str) -> bool:
+        self.refused = reason
+        return self._end(None)
+
+    def _lose(self, reason: str) -> bool:
+        """Give the actor up."""
+        with contextlib.suppress(RayError):
+            ray.kill(self._actor)
+        self._actor = self._asked = None
+        self._away = reason
+        return self._end(None)
+
+    def _write(self, part: FilePart) -> None:
+        """Write what has come of a file; what cannot be written is left out."""
+        self._have[part.name] = part.version, part.start + len(part.data)
+        inside = PurePosixPath(part.name)
+        if inside.is_absolute() or ".." in inside.parts or part.name in _LAUNCHERS:
+            return
+        path = self._directory / inside
+        fresh = part.version != 0 and part.start == 0  # another version of it
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fd = os.open(path, flags | (os.O_TRUNC if fresh else os.O_APPEND), 0o600)
+            with os.fdopen(fd, "wb") as file:
+                file.write(part.data)
+        except OSError as error:
+            _log.warning("Some of what %s has written is lost: %s", self.name, error)
+
+
+def _last_line(error: Exception) -> str:
+    """Return why an actor is gone, in Ray's words: the last line that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1].rstrip(".") if lines else type(error).__name__

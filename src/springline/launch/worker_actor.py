@@ -1,0 +1,266 @@
+"""A worker on a machine of a Ray cluster: an actor that runs the script as a process there.
+
+The process finds a directory of its own as the run's. The launcher keeps asking for what is new in
+it (`ray_worker.py`). The process dies with the actor, and the actor with the launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import socket
+import stat
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from springline.center.extras import NAME as EXTRAS
+from springline.cluster import Cluster
+from springline.launch.directory import CENTER, LOCK
+from springline.launch.process import WorkerProcess, environment
+from springline.run import REPORT, Run
+
+_PREFIX = f"springline-{os.getuid()}-"
+_NEW = 60.0  # seconds in which a directory may not be locked yet
+_POLL = 1.0  # seconds that the launcher's question waits for something new
+_PAUSE = 0.1
+_MOST = 1 << 24  # bytes of files in one answer
+# What Ray sets for its own processes, of which the script is none.
+_RAYS = {
+    "PYTHONBREAKPOINT",
+    "RAY_CLIENT_MODE",
+    "RAY_JOB_ID",
+    "RAY_LD_PRELOAD_ON_WORKERS",
+    "RAY_RAYLET_PID",
+}
+# Of a file: when it was replaced, in ns (0 for one that only grows), and bytes of it.
+Version = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What an actor is to do.
+
+    Args:
+        command: the script, as the user typed it, and its arguments.
+        directory: where it is run from; None for where Ray has copied the working directory to.
+        rank: the worker's.
+        workers: of the run.
+        cluster: where the center is.
+        environment: what the user sends along.
+    """
+
+    command: list[str]
+    directory: str | None
+    rank: int
+    workers: int
+    cluster: Cluster
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """Bytes of a file of the worker's directory, from `start` on."""
+
+    name: str
+    version: int
+    start: int
+    data: bytes
+
+
+@dataclass(frozen=True)
+class News:
+    """What is new of a worker.
+
+    Args:
+        actor: the actor's incarnation; another one knows nothing of the process.
+        machine: where it is.
+        pid: its process, while there is one.
+        refused: why it cannot be started there, if it cannot.
+        ended: whether its process has.
+        code: its exit code then.
+        stopping: whether it asks all workers to stop.
+        parts: of its files.
+    """
+
+    actor: str
+    machine: str
+    pid: int | None = None
+    refused: str | None = None
+    ended: bool = False
+    code: int | None = None
+    stopping: bool = False
+    parts: tuple[FilePart, ...] = ()
+
+
+class WorkerActor:
+    """Runs one worker, as often as it is started, for as long as nothing happens to this machine.
+
+    Args:
+        assignment: what to do.
+    """
+
+    def __init__(self, assignment: Assignment) -> None:
+        self._given = assignment
+        sweep()
+        self._directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self._lock = _lock(self._directory)
+        util: Any = ray.util
+        self._machine = f"{socket.gethostname()} ({util.get_node_ip_address()})"
+        self._id = uuid.uuid4().hex
+        self._turn = threading.Lock()  # calls may come twice
+        self._start = 0
+        self._process: WorkerProcess | None = None
+        self._refused: str | None = None
+        self._final: dict[str, Version] | None = None  # its files, when its end was seen
+
+    def begin(self, start: int, starts: list[float], join: bool) -> News:
+        """Start the script, once for each number.
+
+        Args:
+            start: the number of this start.
+            starts: when the worker was started before, on whatever machine.
+            join: whether the run's center has been made.
+        """
+        with self._turn:
+            if start != self._start:
+                self._start, self._final = start, None
+                self._refused = self._problem()
+                if not self._refused:
+                    self._process = self._make_process(join)
+                    self._process.entry.starts = list(starts)
+                    self._process.start()
+            pid = self._process.entry.pid if self._process else None
+            return News(self._id, self._machine, pid, self._refused)
+
+    def news(self, have: Mapping[str, Version], stopping: bool) -> News:
+        """Return what is new, after a while if nothing is.
+
+        Args:
+            have: what the launcher has of each file.
+            stopping: whether all workers have been asked to stop.
+        """
+        process, run = self._process, Run(self._directory)
+        if process is None:
+            return News(self._id, self._machine)
+        if stopping:
+            run.stop()
+        deadline = time.monotonic() + _POLL
+        while True:
+            with self._turn:
+                process.look()
+                ended, code = not process.alive, process.entry.exit_code
+                if ended and self._final is None:  # what it has left running may write for ever
+                    self._final = files(self._directory)
+            parts, stops = tuple(self._parts(have)), run.stopping() and not stopping
+            if ended or parts or stops or time.monotonic() > deadline:
+                found = process.entry.pid, None, ended, code, stops, parts
+                return News(self._id, self._machine, *found)
+            time.sleep(_PAUSE)
+
+    def send(self, number: int) -> None:
+        """Send the process a signal."""
+        if self._process:
+            self._process.send(signal.Signals(number))
+
+    def kill(self) -> None:
+        """Kill the process and all that it has started."""
+        if self._process:
+            self._process.kill()
+
+    def close(self) -> None:
+        """End, and leave nothing behind."""
+        self.kill()
+        os.close(self._lock)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _problem(self) -> str | None:
+        """Return what is wrong with the script on this machine."""
+        folder = Path(self._given.directory) if self._given.directory else Path.cwd()
+        script = folder / self._given.command[0]
+        if folder.is_dir() and script.is_file() and os.access(script, os.R_OK):
+            return None
+        return (
+            f"The script {script}, to be run from {folder}, is not on {self._machine}, or cannot "
+            "be read there. Keep it in a directory that all machines see under the same name, or "
+            "let it be copied to them with `--working-dir DIR`."
+        )
+
+    def _make_process(self, join: bool) -> WorkerProcess:
+        given = self._given
+        own = {k: v for k, v in os.environ.items() if k not in _RAYS} | given.environment
+        ours = environment(own, self._directory, given.rank, given.workers)
+        ours |= replace(given.cluster, join=join).environment()
+        return WorkerProcess(given.command, self._directory, given.rank, ours, cwd=given.directory)
+
+    def _parts(self, have: Mapping[str, Version]) -> Iterable[FilePart]:
+        """Yield what the launcher has not, until it is enough for one answer.
+
+        While the process runs, that is only what the run needs; the rest when it has ended.
+        """
+        rank, left = self._given.rank, _MOST
+        needed = [f"logs/rank-{rank}.log", f"metrics/rank-{rank}.jsonl"]
+        needed += ["total", REPORT, f"{CENTER}/{EXTRAS}"]
+        found = files(self._directory, needed) if self._final is None else self._final
+        for name, (version, size) in found.items():
+            known, start = have.get(name, (version, -1))
+            if known == version and start >= size:
+                continue
+            start = start if known == version and start > 0 else 0
+            with contextlib.suppress(OSError):  # it was replaced this very moment
+                with (self._directory / name).open("rb") as file:
+                    file.seek(start)
+                    data = file.read(min(left, size - start))
+                yield FilePart(name, version, start, data)
+                left -= len(data)
+            if left <= 0:
+                return
+
+
+def files(directory: Path, names: Iterable[str] | None = None) -> dict[str, Version]:
+    """Return the regular files of a worker's directory, or some of them, that are not hidden."""
+    if names is None:
+        walked = ((Path(folder), every) for folder, _, every in os.walk(directory))
+        paths = [folder / name for folder, every in walked for name in every if name[0] != "."]
+        names = [path.relative_to(directory).as_posix() for path in paths]
+    found = {}
+    for name in names:
+        with contextlib.suppress(OSError):  # it is not there, or not any more
+            status = (directory / name).lstat()
+            if stat.S_ISREG(status.st_mode) and name not in ("stop", LOCK):
+                grows = name.startswith(("logs/", "metrics/"))
+                found[name] = 0 if grows else status.st_mtime_ns, status.st_size
+    return found
+
+
+def _lock(directory: Path) -> int:
+    """Hold a directory for as long as this process lives."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    fd = os.open(directory / LOCK, flags, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def sweep(age: float = _NEW) -> None:
+    """Remove the directories, of at least some age, of actors that were killed."""
+    for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            status = directory.lstat()
+            ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            if ours and time.time() - status.st_mtime > age:
+                os.close(_lock(directory))
+                shutil.rmtree(directory)

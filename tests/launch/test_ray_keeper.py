@@ -1,0 +1,235 @@
+"""How the launcher names, watches and keeps a center on a cluster, without a cluster."""
+
+import contextlib
+import re
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from ray.exceptions import RayError
+from safetensors.numpy import load_file
+
+from served import Service, worker
+from springline import AGN, ElasticAverage
+from springline.center import CenterError, Layout, LocalCenter
+from springline.center.served.center import ServedCenter
+from springline.center.served.storage import Storage
+from springline.launch import ray_keeper
+from springline.launch.directory import LaunchError
+from springline.launch.ray_keeper import RayKeeper, center_name, check_center, storage_of
+from springline.launch.request import ClusterRequest
+from springline.launch.state import CenterStatus, LaunchState
+from springline.rules import SGD
+
+LAYOUT, RULE = Layout.of({"w": np.zeros(4, np.float32)}), ElasticAverage(workers=2)
+
+
+def test_every_run_has_a_storage_of_its_own(tmp_path):
+    run = tmp_path / "run"
+    one, two = center_name(run), center_name(run)  # on two machines, say
+    assert re.fullmatch(r"run-[0-9a-f]{8}", one)
+    for given, start in (
+        ("/shared", "/shared/"),
+        ("s3://bucket", "s3://bucket/"),
+        ("m://", "m://"),
+    ):
+        asked = ClusterRequest("auto", storage=given)
+        assert storage_of(asked, run, one) == f"{start}{one}"
+        assert storage_of(asked, run, one) != storage_of(asked, run, two)
+    assert storage_of(ClusterRequest("auto", storage="none"), run, one) is None
+    assert storage_of(ClusterRequest("auto"), run, one) == str(run / "center" / "shards")
+
+
+def test_a_run_keeps_the_name_of_its_center_when_it_is_moved(tmp_path):
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    run.mkdir()
+    LaunchState("train.py", [], 0.0, 1).write(run)  # on this machine alone
+    name = center_name(run)
+    LaunchState("train.py", [], 0.0, 1, cluster={}, center=name).write(run)
+    run.rename(moved)
+    assert center_name(moved) == name
+
+
+class Members(contextlib.nullcontext):
+    """A center on a cluster with members of which one after the other leaves."""
+
+    def __init__(self, *ranks):
+        super().__init__(self)
+        self._ranks = list(ranks)
+
+    def members(self):
+        return [self._ranks.pop(), *self._ranks] if self._ranks else []
+
+
+def test_a_copy_of_a_run_does_not_use_the_center_of_the_other(tmp_path, monkeypatch):
+    LaunchState("train.py", [], 0.0, 1, center="digits-1").write(tmp_path)
+    there = {"digits-1": Members(0, 1, 2)}
+    monkeypatch.setattr(ray_keeper, "open_center", there.get)
+    monkeypatch.setattr(ray_keeper.time, "sleep", lambda _: None)
+    check_center(tmp_path, "digits-1", None)
+    assert there["digits-1"].members() == []  # they were waited for
+    there["digits-1"] = Members(0, 1)
+    monkeypatch.setattr(ray_keeper, "_LEAVING", -1.0)
+    with pytest.raises(LaunchError, match=r"Workers of another launcher .* digits-1, .*: ranks \["):
+        check_center(tmp_path, "digits-1", None)
+
+
+def test_a_run_whose_center_is_gone_does_not_start_over(tmp_path, monkeypatch):
+    run, full = tmp_path / "run", tmp_path / "full"
+    (run / "center").mkdir(parents=True)
+    CenterStatus({}, 0, [], []).write(run / "center")
+    Storage(str(full)).write("head", {})
+    there = {"digits-1": Members()}
+    monkeypatch.setattr(ray_keeper, "open_center", there.get)
+    check_center(run, "digits-1", None)
+    check_center(run, "digits-2", str(full))
+    with pytest.raises(LaunchError, match="was started with `--storage none`: it is gone"):
+        check_center(run, "digits-2", None)
+    with pytest.raises(LaunchError, match=f"is not in {tmp_path / 'empty'} any more: it is gone"):
+        check_center(run, "digits-2", str(tmp_path / "empty"))
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    """`serve(rule, values)` makes a center in this process, which keepers find."""
+    services = []
+
+    def serve(rule, values, **options):
+        service = Service(Layout.of(values), rule, values, True, None, **options)
+        services.append(service)
+        monkeypatch.setattr(ray_keeper, "open_center", lambda name: service.open())
+        monkeypatch.setattr(ServedCenter, "retire", lambda center: None, raising=False)
+        service.told = []
+        service.head.tell = lambda *words: service.told.append(words)
+        return service
+
+    yield serve
+    for service in services:
+        service.close()
+
+
+def keeper_of(run, said=None, every=30.0):
+    (run / "center").mkdir(exist_ok=True)
+    return RayKeeper(run, every, [].append if said is None else said.append, "digits")
+
+
+@pytest.mark.parametrize(("size", "which"), [(4, "shard 0"), (200_000, "shard 0 and 2 more")])
+def test_shards_in_trouble_are_reported_and_the_center_is_asked_to_stay(
+    serve, tmp_path, caplog, size, which
+):
+    service = serve(RULE, {"w": np.zeros(size, np.float32)})
+    for shard in service.shards:
+        failed = replace(shard.target.trouble(), failed="OSError: no space left")
+        shard.target.trouble = lambda failed=failed: failed
+    keeper = keeper_of(tmp_path)
+    keeper._look()
+    keeper._look()  # it does not ask the shards again at once
+    assert caplog.messages == [f"No checkpoint of {which}: OSError: no space left"]
+    assert service.told == [("stay",)] * 2
+    assert CenterStatus.read(tmp_path / "center").version == 0
+
+
+def test_what_a_shard_has_lost_is_reported(serve, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(ray_keeper, "_TROUBLE", 0.0)
+    rule = AGN(workers=2, period=1, optimizer=SGD(1.0))
+    service = serve(rule, {"w": np.zeros(4, np.float32)}, storage=str(tmp_path / "store"))
+    keeper, one = keeper_of(tmp_path), worker(service)
+
+    def exchange(times):
+        for _ in range(times):
+            one.observe({"w": -np.ones(4, np.float32)})
+            one.exchange()
+
+    exchange(3)
+    service.shards[0].target.save()
+    exchange(4)
+    keeper._look()
+    assert not caplog.messages
+    service.shards[0].target = service.make[0]()  # it has died
+    exchange(1)
+    keeper._look()
+    keeper._look()
+    np.testing.assert_array_equal(one.center.values()["w"], 4)
+    assert caplog.messages[0] == "Shard 0 was restarted."
+    assert "s old: 4 exchanges are lost in its part" in caplog.messages[1]
+    assert len(caplog.messages) == 2
+
+
+def test_the_center_is_copied_and_kept_at_the_end(serve, tmp_path, monkeypatch):
+    monkeypatch.setattr(ray_keeper, "_EVERY", 0.01)
+    serve(RULE, {"w": np.full(4, 3, np.float32)})
+    keeper = keeper_of(tmp_path, every=0.01)
+    keeper.start()
+    copy = tmp_path / "center" / "checkpoint.safetensors"
+    deadline = time.monotonic() + 30
+    while not copy.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    np.testing.assert_array_equal(load_file(copy)["center/w"], 3)
+    np.testing.assert_array_equal(load_file(keeper.finish())["w"], 3)
+    assert keeper.silence < 30
+
+
+class Silent(contextlib.nullcontext):
+    """A center on a cluster that does not answer."""
+
+    def nobody(self, *_):
+        raise RayError("nobody is there")
+
+    save = values = nobody
+
+
+def test_a_cluster_that_does_not_answer_ends_no_keeper(tmp_path, monkeypatch):
+    monkeypatch.setattr(ray_keeper, "_EVERY", 0.001)
+    opened, said, often = [], [], threading.Event()
+
+    def open_center(_):
+        opened.append(Silent())
+        opened[-1].__enter__ = lambda: opened[-1]
+        if len(opened) > 6:
+            often.set()
+        return opened[-1]
+
+    monkeypatch.setattr(ray_keeper, "open_center", open_center)
+    keeper = keeper_of(tmp_path, said, every=0.001)
+    keeper._look = lambda: setattr(keeper, "_last", True)
+    keeper.start()
+    assert often.wait(30.0)
+    sentence = "The cluster has not answered (RayError: nobody is there)."
+    with pytest.raises(CenterError) as raised:
+        keeper.finish()
+    assert str(raised.value) == sentence
+    assert said == [f"No copy of the center in {tmp_path}: {sentence}"]
+
+
+def saved_center(run, value):
+    """Write a checkpoint of a center to a run's directory."""
+    (run / "center").mkdir(exist_ok=True)
+    center = LocalCenter(LAYOUT, RULE, {"w": np.full(4, value, np.float32)})
+    center.save(run / "center" / "checkpoint.safetensors")
+
+
+def test_a_center_that_has_left_the_cluster_is_taken_from_its_last_copy(tmp_path, monkeypatch):
+    """And not what an earlier launch has left."""
+    saved_center(tmp_path, 1.0)
+    (tmp_path / "center.safetensors").write_bytes(b"of an earlier launch")
+    said = []
+    keeper = keeper_of(tmp_path, said)
+    monkeypatch.setattr(ray_keeper, "open_center", lambda name: None)
+    keeper.start()
+    saved_center(tmp_path, 2.0)
+    keeper.saved = time.time()  # as if it had done so
+    final = keeper.finish()
+    assert final == tmp_path / "center.safetensors"
+    np.testing.assert_array_equal(load_file(final)["w"], 2)
+    assert said[0].startswith("The center is not on the cluster any more: it is taken from")
+
+
+def test_a_launch_without_workers_keeps_what_an_earlier_one_has_left(tmp_path, monkeypatch):
+    saved_center(tmp_path, 1.0)
+    (tmp_path / "center.safetensors").write_bytes(b"of an earlier launch")
+    keeper = keeper_of(tmp_path)
+    monkeypatch.setattr(ray_keeper, "open_center", lambda name: None)
+    keeper.start()
+    assert keeper.finish().read_bytes() == b"of an earlier launch"

@@ -1,0 +1,285 @@
+"""A worker on a cluster, without a cluster: its actor is called here, as Ray would."""
+
+import contextlib
+import os
+import signal
+import tempfile
+from pathlib import Path
+
+import pytest
+from launched import wait_for
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+from springline.cluster import Cluster
+from springline.launch import ray_backend, ray_worker, worker_actor
+from springline.launch.directory import LaunchError
+from springline.launch.ray_worker import RayWorker
+from springline.launch.request import ClusterRequest
+from springline.launch.state import CenterStatus
+from springline.launch.worker_actor import Assignment, FilePart, WorkerActor, files
+
+
+def assignment(script, directory, **environment):
+    cluster = Cluster("127.0.0.1:1", "digits")
+    return Assignment([str(script)], str(directory), 0, 1, cluster, environment)
+
+
+class Method:
+    """A method of an actor: calls, loses or refuses a call."""
+
+    def __init__(self, actors, name):
+        self._actors, self._name = actors, name
+
+    def remote(self, *arguments):
+        if self._actors.errors:
+            return self._actors.errors.pop(0)
+        try:
+            return getattr(self._actors.here, self._name)(*arguments)
+        except Exception as error:
+            return error
+
+
+class Actors:
+    """What stands for Ray: one actor at a time, which can be restarted.
+
+    Attributes:
+        here: the actor.
+        errors: what the next calls raise instead of being made.
+    """
+
+    def __init__(self, given):
+        self.given, self.errors = given, []
+        self.here = WorkerActor(given)
+
+    def end(self):
+        self.here.close()
+        process = self.here._process
+        wait_for(lambda: process is None or process.look() or not process.alive)
+
+    def restart(self):
+        self.end()
+        self.here = WorkerActor(self.given)
+
+    def __getattr__(self, name):
+        return Method(self, name)
+
+    def wait(self, refs, timeout):
+        return refs, []
+
+    def get(self, ref):
+        if isinstance(ref, Exception):
+            raise ref
+        return ref
+
+    def kill(self, handle):
+        self.end()
+
+
+@pytest.fixture
+def on_ray(tmp_path, monkeypatch):
+    """`on_ray(text)` makes a worker of a script; its actor is `worker.actors.here`."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(worker_actor.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(worker_actor, "_POLL", 0.05)
+    monkeypatch.setattr(ray_worker, "_AGAIN", 0.0)
+    made = []
+
+    def on_ray(script, directory=tmp_path, **environment):
+        given = assignment(script, directory, **environment)
+        actors = Actors(given)
+        monkeypatch.setattr(ray_worker, "ray", actors)
+        (tmp_path / "run").mkdir(exist_ok=True)
+        worker = RayWorker(given, tmp_path / "run", {})
+        worker._actor = worker.actors = actors
+        made.append(actors)
+        return worker
+
+    yield on_ray
+    for actors in made:
+        with contextlib.suppress(OSError):  # it has ended before
+            actors.end()
+
+
+def ended(worker):
+    """Start a worker and wait for its end; return its exit code."""
+    worker.start()
+    wait_for(worker.look)
+    return worker.entry.exit_code
+
+
+def test_what_a_worker_writes_comes_to_the_run_directory(on_ray, script, tmp_path):
+    path = script(
+        "import os, springline, sys\n"
+        "print('in', os.getcwd(), os.environ.get('SECRET'), os.environ['MINE'])\n"
+        "for step in springline.steps(3):\n"
+        "    springline.log(loss=1.0)\n"
+        "springline.report('well')\n"
+        "own = springline.directory()\n"
+        "(own / 'deep').mkdir(exist_ok=True)\n"
+        "(own / 'deep' / 'large').write_bytes(bytes(40_000_000))\n"
+        "(own / 'empty').touch()\n"
+        "(own / '.hidden').touch()\n"
+        "sys.exit(3)\n"
+    )
+    worker = on_ray(path, MINE="mine")
+    assert ended(worker) == 3
+    run = tmp_path / "run"
+    log = (run / "logs" / "rank-0.log").read_text()
+    assert log.startswith("--- rank 0, start 1, ")
+    assert log.endswith(f"in {tmp_path} None mine\nwell\n")
+    assert len((run / "metrics" / "rank-0.jsonl").read_text().splitlines()) == 4
+    assert (run / "total").read_text() == "3\n"
+    assert (run / "report.txt").read_text() == "well\n"
+    assert (run / "deep" / "large").stat().st_size == 40_000_000
+    assert (run / "empty").exists()
+    assert not (run / ".hidden").exists()
+    assert worker.entry.machine.endswith(" (127.0.0.1)")
+
+    assert ended(worker) == 3  # the same actor starts it again
+    log = (run / "logs" / "rank-0.log").read_text()
+    assert log.count("--- rank 0, start ") == log.count("in ") == log.count("well") == 2
+    assert (run / "deep" / "large").stat().st_size == 40_000_000
+
+
+def test_a_call_that_is_lost_is_made_again(on_ray, script, tmp_path):
+    worker = on_ray(script("print(1)\nprint(2)"))
+    worker.start()
+    for _ in range(3):
+        worker.actors.errors.append(ActorUnavailableError("away", b"0" * 16))
+    wait_for(worker.look)
+    assert worker.entry.exit_code == 0
+    assert (tmp_path / "run" / "logs" / "rank-0.log").read_text().endswith("---\n1\n2\n")
+
+
+def test_a_worker_whose_actor_was_restarted_is_lost_and_starts_again(on_ray, script, tmp_path):
+    worker = on_ray(script("import time; print('here', flush=True); time.sleep(1000)"))
+    worker.start()
+    log = tmp_path / "run" / "logs" / "rank-0.log"
+    wait_for(lambda: not worker.look() and log.exists() and "here" in log.read_text())
+    worker.actors.restart()
+    wait_for(worker.look)
+    assert worker.entry.exit_code is None
+    assert worker.describe_end().endswith(": its actor or its machine died")
+    worker.start()
+    wait_for(lambda: not worker.look() and log.read_text().count("here") == 2)
+    worker.send(signal.SIGINT)
+    wait_for(worker.look)
+    assert worker.entry.exit_code == -signal.SIGINT
+
+
+def test_an_actor_that_cannot_be_made_ends_the_run(on_ray, script):
+    worker = on_ray(script("print(1)"))
+    worker.actors.errors.append(ActorDiedError())
+    worker.start()
+    wait_for(worker.look)
+    assert worker.refused.startswith("Worker 0 cannot start: ")
+
+
+def test_a_machine_without_the_script_is_named_and_ends_the_run_only_at_first(
+    on_ray, script, tmp_path
+):
+    path = tmp_path / "late.py"
+    worker = on_ray(path)
+    assert ended(worker) is None
+    assert f"The script {path}, to be run from {tmp_path}, is not on " in worker.refused
+    worker.refused = None
+    assert ended(worker) is None
+    assert worker.refused is None
+    assert "The script" in worker.describe_end()
+    assert worker.last_words() == ""
+    path.write_text("print(1)")
+    assert ended(worker) == 0
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_a_worker_makes_no_center_when_the_run_has_had_one(on_ray, script, tmp_path, made):
+    path = script("import os, sys; sys.exit(7 if 'SPRINGLINE_JOIN' in os.environ else 0)")
+    worker = on_ray(path)
+    if made:
+        CenterStatus({}, 0, [], []).write(tmp_path / "run" / "center")
+    assert ended(worker) == (7 if made else 0)
+
+
+def test_a_worker_asks_all_to_stop_and_is_asked(on_ray, script, tmp_path):
+    stop = tmp_path / "run" / "stop"
+    assert ended(on_ray(script("import springline\nspringline.stop()"))) == 0
+    assert stop.exists()
+    wait = "import springline, time\nwhile not springline.stopping(): time.sleep(0.01)"
+    assert ended(on_ray(script(wait))) == 0
+
+
+def test_a_worker_that_does_not_start_in_time_can_be_stopped(on_ray, script):
+    worker = on_ray(script("print(1)"))
+    worker.start()
+    worker.send(signal.SIGINT)
+    assert worker.look()
+    assert not worker.alive
+
+
+def test_a_worker_has_ended_though_what_it_has_left_running_prints_on(on_ray, script, tmp_path):
+    path = script(
+        "import subprocess, sys\n"
+        "chatty = 'import time\\nwhile True: print(1, flush=True); time.sleep(0.01)'\n"
+        "print(subprocess.Popen([sys.executable, '-c', chatty]).pid, flush=True)\n"
+    )
+    worker = on_ray(path)
+    assert ended(worker) == 0
+    text = (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    os.kill(max(int(line) for line in text.split("\n")[1:-1]), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../escaped", "launch.json", "center/status.json"])
+def test_a_name_from_elsewhere_stays_in_the_directory(on_ray, script, tmp_path, name):
+    worker = on_ray(script("print(1)"))
+    worker._write(FilePart(name, 0, 0, b"written"))
+    assert list((tmp_path / "run").iterdir()) == []
+    assert not (tmp_path / "escaped").exists()
+
+
+def test_a_full_disk_costs_output_and_no_worker(on_ray, script, tmp_path, caplog):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "logs").write_text("a file, where no log can be")
+    assert ended(on_ray(script("print(1)"))) == 0
+    assert caplog.messages[0].startswith("Some of what worker 0 has written is lost: ")
+
+
+def test_only_directories_of_ours_are_swept(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, linked, held = (Path(tempfile.mkdtemp(prefix=worker_actor._PREFIX)) for _ in range(3))
+    (linked / "lock").symlink_to(tmp_path / "made")
+    lock = worker_actor._lock(held)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / f"{worker_actor._PREFIX}link").symlink_to(tmp_path / "elsewhere")
+    worker_actor.sweep(-1.0)
+    os.close(lock)
+    assert not left.exists()
+    assert held.exists()
+    assert linked.exists()
+    assert not (tmp_path / "made").exists()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    monkeypatch.setattr(os, "getuid", lambda: held.stat().st_uid + 1)
+    worker_actor.sweep(-1.0)
+    assert held.exists()
+
+
+def test_what_is_no_file_is_left_out(tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-0.log").write_text("1234")
+    (tmp_path / "linked").symlink_to("/etc/passwd")
+    (tmp_path / "stop").touch()
+    assert files(tmp_path) == {"logs/rank-0.log": (0, 4)}
+    assert files(tmp_path, ["linked", "gone"]) == {}
+
+
+def test_only_what_was_asked_for_is_sent_along(monkeypatch):
+    monkeypatch.setenv("WANTED", "1")
+    monkeypatch.setenv("SECRET", "2")
+    assert ray_backend.environment(["WANTED"]) == {"WANTED": "1"}
+    with pytest.raises(LaunchError, match=r"that is set here\. Received: ABSENT\."):
+        ray_backend.environment(["WANTED", "ABSENT"])
+
+
+def test_an_actor_asks_for_something_or_ray_would_not_spread_them():
+    options = ray_backend._options(ClusterRequest("auto", cpus=0, gpus=0))
+    assert options["scheduling_strategy"] == "SPREAD"
+    assert any(options[kind] for kind in ("num_cpus", "num_gpus", "memory"))
