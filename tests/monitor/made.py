@@ -1,7 +1,7 @@
 """Run directories made by hand, for those who look at them."""
 
 import json
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from springline.center import Layout
 from springline.center.locks import RecordLocks
 from springline.center.plan import EXCHANGES, NANOSECONDS, STEPS
 from springline.launch.state import LaunchState, WorkerEntry
+from springline.monitor.status import StatusReader
 
 START = 1_700_000_000.0
 MODEL = {"w": np.zeros((50, 5), np.float32)}  # 1000 bytes, 1024 with their alignment
@@ -57,3 +58,9 @@ def count(center, rank, steps, exchanges, seconds):
     """Set a rank's counters, as if it had exchanged."""
     row = center.memory.ranks[rank]
     row[STEPS], row[EXCHANGES], row[NANOSECONDS] = steps, exchanges, round(1e9 * seconds)
+
+
+def read_status(run):
+    """Read the state of a run once."""
+    with closing(StatusReader(run)) as reader:
+        return reader.read()

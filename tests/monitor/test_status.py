@@ -5,14 +5,14 @@ import os
 from functools import partial
 
 import pytest
-from made import MODEL, NBYTES, START, center, count, launch, launcher_alive, log
+from made import MODEL, NBYTES, START, center, count, launch, launcher_alive, log, read_status
 
 from springline import AGN, ElasticAverage, ModelAverage, SharedCenter, Worker
 from springline.center import CenterError, Layout
 from springline.center.plan import Plan
 from springline.launch.state import CenterStatus
 from springline.monitor.sources import find_plan
-from springline.monitor.status import NotARunError, StatusReader, WorkerStatus, read_status
+from springline.monitor.status import NotARunError, StatusReader, WorkerStatus
 from springline.rules import SGD
 
 

@@ -59,19 +59,6 @@ class Status:
     ps: int = 0  # parameter servers, which hold the center of a TensorFlow run
 
 
-def read_status(directory: str | Path) -> Status:
-    """Read the state of a run once.
-
-    Raises:
-        NotARunError: the directory is not a run's.
-    """
-    reader = StatusReader(directory)
-    try:
-        return reader.read()
-    finally:
-        reader.close()
-
-
 class StatusReader:
     """Reads the state of a run again and again, at little cost.
 
