@@ -13,8 +13,8 @@ from springline.center.plan import Plan
 from springline.center.served.center import ServedCenter, first_parts
 from springline.center.served.head import Head
 from springline.center.served.messages import Message, Sender, latest
-from springline.center.served.near_shard import NearShard
 from springline.center.served.peer import Call, NotHereError, PeerLostError
+from springline.center.served.shard import Shard
 
 SHARDS = 3
 
@@ -113,7 +113,7 @@ class Service:
         plan = Plan.of(layout, rule, use_locking)
         parts, version, steps = first_parts(plan, values, shards, restore)
         make = [
-            lambda k=k: NearShard(plan.to_json(), copy.deepcopy(rule), k, shards, storage)
+            lambda k=k: Shard(plan.to_json(), copy.deepcopy(rule), k, shards, storage)
             for k in range(len(parts))
         ]
         self.shards = [LocalPeer(f"shard {k}", new(), self.pool) for k, new in enumerate(make)]

@@ -6,18 +6,19 @@ import threading
 import numpy as np
 import pytest
 
-from served import message, worker
+from served import Lost, message, worker
 from springline import AGN, ElasticAverage, ModelAverage
-from springline.center import CenterError
+from springline.center import CenterError, NonFiniteError
+from springline.center.served.book import KEPT
+from springline.center.served.merger import Merger
 from springline.center.served.peer import PeerLostError
-from springline.center.served.replies import KEPT
 from springline.rules import SGD
 
 WORKERS, EXCHANGES = 3, 30
 SIZE = 200_000  # several shards
 VALUES = {"w": np.zeros(SIZE, np.float32), "b": np.zeros(5, np.float32)}
 METHODS = (
-    *("exchange", "stream", "lend", "contribute", "reduce", "mean"),  # of a shard
+    *("exchange", "contribute", "reduce"),  # of a shard
     *("begin", "contribute", "withdraw"),  # of the head
 )
 
@@ -42,13 +43,7 @@ def trouble(seed, methods=METHODS):
     return disturb
 
 
-@pytest.fixture(params=["by message", "through memory"])
-def way(request, monkeypatch, calls):
-    if request.param == "through memory":
-        monkeypatch.setattr("springline.center.served.near.SMALL", 0)
-
-
-def test_sums_of_integers_stay_exact(serve, together, way):
+def test_sums_of_integers_stay_exact(serve, together):
     """AGN with SGD at rate 1 adds whole numbers: one applied twice or not at all would show."""
     rule = AGN(workers=WORKERS, period=1, optimizer=SGD(1.0))
     service = serve(rule, shards=3)
@@ -71,7 +66,7 @@ def test_sums_of_integers_stay_exact(serve, together, way):
         assert min(disturb.seen.values()) > 3, "the network was too good to show anything"
 
 
-def test_an_elastic_exchange_conserves_whatever_is_repeated(serve, together, way):
+def test_an_elastic_exchange_conserves_whatever_is_repeated(serve, together):
     """With α = ¼ and powers of two every sum is exact: at most 3 × 8 bits are added to 22."""
     rule = ElasticAverage(workers=WORKERS, period=1, moving_rate=0.25)
     values = {name: value.astype(float) for name, value in VALUES.items()}
@@ -94,7 +89,7 @@ def test_an_elastic_exchange_conserves_whatever_is_repeated(serve, together, way
         np.testing.assert_array_equal(total, sum(2.0 ** (20 + r) for r in range(WORKERS)))
 
 
-def test_rounds_do_not_care(serve, together, way):
+def test_rounds_do_not_care(serve, together):
     rule = ModelAverage(workers=WORKERS, period=1)
     service = serve(rule, shards=3)
     for k, peer in enumerate((service.head, *service.shards)):
@@ -128,9 +123,18 @@ def test_no_copy_per_worker_is_kept(serve):
     assert forgotten.forgotten
     np.testing.assert_array_equal(forgotten.data, before)
     np.testing.assert_array_equal(shard.read().data, before)
-    for rank in range(50):
-        shard.received(rank, (1, 1))
-    assert not shard._replies._kept
+
+
+def test_the_next_exchange_acknowledges_a_reply(serve):
+    values = {"b": np.zeros(5, np.float32)}
+    rule = ElasticAverage(workers=2, period=1, moving_rate=0.5)
+    shard = serve(rule, values).shards[0].target
+    shard.exchange(message(0, 1, 8.0))
+    reply = shard.exchange(message(0, 2, 8.0))
+    assert list(shard._replies._kept.values()) == [((1, 2), reply)]
+    late = shard.exchange(message(0, 1, 8.0))  # of a call that nobody waits for any more
+    assert late.forgotten
+    np.testing.assert_array_equal(shard.read().data.view(np.float32), 4 + 2)
 
 
 def test_a_worker_goes_on_from_the_center_when_its_answer_is_lost_for_good(serve, caplog):
@@ -168,51 +172,6 @@ def test_a_worker_that_was_replaced_is_refused(serve):
     np.testing.assert_array_equal(shard.read().data.view(np.float32), -2)
 
 
-class Moving(ElasticAverage):
-    """The center moves while a message is made."""
-
-    def contribute(self, local, c, gradients):
-        δ = super().contribute(local, c, gradients)
-        if self.shards:
-            self.shards[0]._center.view(np.float32)[:] += 16
-        return δ
-
-
-def test_without_locks_both_sides_use_the_same_center(serve):
-    values = {"b": np.zeros(5, np.float32)}
-    rule = Moving(moving_rate=0.25, period=1)
-    object.__setattr__(rule, "shards", [])
-    service = serve(rule, values, use_locking=False)
-    shard = service.shards[0].target
-    shard._rule.shards.append(shard)
-    reply = shard.exchange(message(0, 1, 8.0))
-    c = shard.read().data.view(np.float32)
-    δ = 0.25 * (8.0 - reply.data.view(np.float32))
-    np.testing.assert_array_equal(c, 16 + δ)
-
-
-def test_a_late_repeat_does_not_replace_a_newer_message(serve):
-    values = {"b": np.zeros(5, np.float32)}
-    rule = ModelAverage(workers=1, period=1)
-    shard = serve(rule, values).shards[0].target
-    shard.contribute(message(0, 2, 7.0), 1)
-    shard.contribute(message(0, 1, 5.0), 1)
-    mean = shard.reduce(1, [0], message(0, 2, 7.0).sender)
-    np.testing.assert_array_equal(mean.data.view(np.float32), 7)
-    again = shard.reduce(1, [], message(0, 2, 7.0).sender)
-    assert again is mean  # one copy for all who ask
-
-
-def test_a_round_whose_contributors_are_not_known_takes_who_is_here(serve):
-    values = {"b": np.zeros(5, np.float32)}
-    shard = serve(ModelAverage(workers=2, period=1), values).shards[0].target
-    shard.contribute(message(1, 1, 5.0), 1)
-    assert shard.reduce(1, [0, 1], message(1, 1, 5.0).sender) == [0]
-    mean = shard.reduce(1, [], message(1, 1, 5.0).sender)
-    np.testing.assert_array_equal(mean.data.view(np.float32), 5)
-    assert shard.reduce(2, [], message(1, 2, 5.0).sender) == [1]  # who is in it for certain
-
-
 def test_a_repeat_of_what_was_refused_is_refused(serve):
     """AGN's reply is the center; that the exchange was refused must not be lost with it."""
     values = {"b": np.full(5, 3e38, np.float32)}
@@ -220,3 +179,49 @@ def test_a_repeat_of_what_was_refused_is_refused(serve):
     refused = shard.exchange(message(0, 1, -3e38))
     assert refused.refused == 0
     assert shard.exchange(message(0, 1, -3e38)).refused == 0
+
+
+@pytest.mark.parametrize("use_locking", [True, False])
+def test_a_retry_that_comes_while_the_exchange_is_applied_waits_for_it(
+    serve, monkeypatch, use_locking
+):
+    """The call is said to be lost while the shard, which is slow, goes on with it."""
+    service = serve(ElasticAverage(period=1, moving_rate=0.25), shards=1, use_locking=use_locking)
+    one = worker(service)
+    shard, began, retried = service.shards[0], threading.Event(), threading.Event()
+    ask, apply, asked = shard.ask, Merger.apply, []
+
+    def lose(method, *arguments):
+        asked.append(method)
+        pending = ask(method, *arguments)
+        if len(asked) > 1:
+            retried.set()
+            return pending
+        assert began.wait(10)
+        return Lost(PeerLostError("the actor is unavailable"))
+
+    def slow(*arguments):
+        began.set()
+        assert retried.wait(10)
+        return apply(*arguments)
+
+    monkeypatch.setattr(shard, "ask", lose)
+    monkeypatch.setattr(Merger, "apply", slow)
+    one.parameters["w"][:] = 4
+    one.exchange()
+    assert asked == ["exchange", "exchange"]
+    np.testing.assert_array_equal(one.parameters["w"], 3)
+    np.testing.assert_array_equal(one.center.values()["w"], 1)
+
+
+def test_a_refusal_that_is_lost_is_told_again(serve):
+    service = serve(ElasticAverage(period=1, moving_rate=0.25), shards=1)
+    lost = iter(["lose"])
+    service.shards[0].disturb = lambda method: next(lost, None) if method == "exchange" else None
+    one = worker(service)
+    one.parameters["w"][SIZE // 2] = np.inf
+    with pytest.raises(NonFiniteError, match="'w' of rank 0"):
+        one.exchange()
+    assert next(lost, None) is None
+    assert one.center.version == 0
+    np.testing.assert_array_equal(one.center.values()["w"], 0)

@@ -18,7 +18,6 @@ from springline.center import Layout
 from springline.center.center import check_settings
 from springline.center.plan import CLOSED, CONTRIBUTED, Plan
 from springline.center.ray import RayCenter
-from springline.center.served import near
 from springline.center.served.center import ServedCenter
 from springline.center.served.peer import Call
 from springline.rules import SGD, Adagrad, Adam, Momentum
@@ -129,18 +128,6 @@ class Served(Place):
                 place.service.close()
 
 
-class Near(Served):
-    """Shards on the workers' machine, and no part too small to go through memory."""
-
-    def __init__(self, path):
-        super().__init__(path)
-        self.small, near.SMALL = near.SMALL, 0
-
-    def end(self):
-        near.SMALL = self.small
-        super().end()
-
-
 class Shared(InMemory):
     center = SharedCenter
 
@@ -193,14 +180,13 @@ KINDS = {
     "local": Local,
     "shared": Shared,
     "served": Served,
-    "near": Near,
     "ray": OnRay,
 }
 if parent_process() is None:  # a process that a test starts does without torch
     from grouped import Grouped
 
     KINDS["collective"] = Grouped
-SLOW = {"ray", "near"}  # the others, and `tests/center`, are enough for every day
+SLOW = {"ray"}  # the others, and `tests/center`, are enough for every day
 
 
 def _marked(kind, *values):

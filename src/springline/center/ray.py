@@ -81,8 +81,7 @@ class RayCenter(ServedCenter):
             layout: the worker's model; refused if it is not the center's.
             rule: the worker's; refused if it is not the center's.
             values: the first values, by name. Only the one that makes the center gives them.
-            use_locking: whether an exchange is atomic, per shard; with a shard on the worker's own
-                machine (of more than 4 MB), per piece of 2 MB.
+            use_locking: whether an exchange is atomic, per shard.
             restore: a checkpoint whose values a new center takes instead.
             address: of the cluster; by default the one that this process is in.
             shards: into how many the center is cut; by default one per machine, at least two,

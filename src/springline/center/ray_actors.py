@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from springline.center.errors import CenterError, EndedError
+from springline.center.layout import Bytes
 from springline.center.ray_peer import (
     NAMESPACE,
     PAUSE,
@@ -30,7 +31,7 @@ from springline.center.ray_peer import (
 )
 from springline.center.served.head import Head, Look
 from springline.center.served.messages import Row, latest
-from springline.center.served.near_shard import NearShard
+from springline.center.served.shard import Shard
 from springline.rules.rule import Rule
 
 _SAVING = 60.0  # seconds that a shard may take to write itself for the last time
@@ -39,7 +40,7 @@ _INLINE = 100_000  # bytes that Ray sends along with an answer
 _log = logging.getLogger("springline")
 
 
-class RayShard(NearShard):
+class RayShard(Shard):
     """A shard in an actor.
 
     Args:
@@ -66,13 +67,11 @@ class RayShard(NearShard):
         """Return what is drawn anew whenever the shard is started."""
         return self.life
 
-    def snapshot(self) -> Any:
-        """Copy the center into Ray's own memory, once, instead of returning a copy to be copied."""
-        return self.send(self._center if len(self._center) > _INLINE else super().snapshot())
-
-    def send(self, copy: Any) -> Any:
-        """Let what is sent stand for itself if it is small."""
-        return Stored(ray.put(copy), self.life) if len(copy) > _INLINE else copy
+    def copy(self, center: Bytes) -> Any:
+        """Copy into Ray's object store: Ray would copy a copy once more. What is small is sent."""
+        if len(center) > _INLINE:
+            return Stored(ray.put(center), self.life)
+        return super().copy(center)
 
 
 class RayHead(Head):

@@ -1,4 +1,4 @@
-"""What a shard knows of each rank: how far it has come, and what of an exchange is applied."""
+"""What a shard keeps of each rank: how far it has come, its last reply, its part in open rounds."""
 
 from __future__ import annotations
 
@@ -9,94 +9,74 @@ from dataclasses import replace
 from typing import Any
 
 from springline.center.errors import taken_over
-from springline.center.served.messages import Row, Sender
+from springline.center.layout import Bytes
+from springline.center.served.messages import Reply, Row, Sender
 
-At = tuple[int, int]  # a rank's life, and the number of one of its exchanges
+KEPT = 4  # replies that are kept at most
 
 
 class Book:
-    """The rows of all ranks.
+    """The rows of all ranks: which exchange of each is in the center.
 
     Args:
         steps: of each rank, before this center.
+
+    Attributes:
+        had: exchanges that were in the checkpoint from which the shard went on.
+        lost: exchanges that ranks had made before the shard was restarted and that were not.
     """
 
     def __init__(self, steps: Sequence[int] = ()) -> None:
         self._rows = {rank: Row(steps=n) for rank, n in enumerate(steps)}
-        self._pieces: dict[int, tuple[At, int]] = {}  # of an exchange that is not whole: those here
-        self._refused: dict[int, tuple[At, int]] = {}  # of the last exchange: the piece
-        self._latest: dict[int, At] = {}  # of each rank, the exchange that was begun last
         self._turns: dict[int, threading.Lock] = {}
-        self._back = False  # whether we were started again
-        self._heard: set[int] = set()  # ranks that have exchanged since
-        self.had = 0  # exchanges, when we were
-        self.lost = 0  # exchanges that ranks had made, and of which nothing is known
+        self._restarted = False
+        self._heard: set[int] = set()  # ranks that have exchanged since the restart
+        self.had = 0
+        self.lost = 0
         self._table = threading.Lock()  # of the dictionaries above
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Book:
-        """Read what `to_json` wrote; storages may be older than streams are, and have rows only."""
+    def from_json(cls, rows: Mapping[str, Any]) -> Book:
+        """Read what `to_json` wrote."""
         book = cls()
-        book._rows = {int(rank): Row(*row) for rank, row in values["rows"].items()}
-        book._pieces, book._refused = (
-            {int(rank): ((life, number), n) for rank, (life, number, n) in found.items()}
-            for found in (values.get("pieces", {}), values.get("refused", {}))
-        )
-        book._latest = {rank: (row.incarnation, row.number) for rank, row in book._rows.items()}
-        book._latest |= {rank: at for rank, (at, _) in book._pieces.items()}
-        book._back, book.had = True, sum(row.exchanges for row in book._rows.values())
+        book._rows = {int(rank): Row(*row) for rank, row in rows.items()}
+        book._restarted, book.had = True, sum(row.exchanges for row in book._rows.values())
         return book
 
     def to_json(self) -> dict[str, Any]:
         """Return what `from_json` takes."""
-        with self._table:
-            rows = {str(rank): row.to_json() for rank, row in self._rows.items()}
-            pieces = {str(rank): [*at, n] for rank, (at, n) in self._pieces.items()}
-            refused = {str(rank): [*at, n] for rank, (at, n) in self._refused.items()}
-        return {"rows": rows, "pieces": pieces, "refused": refused}
+        return {str(rank): row.to_json() for rank, row in self.rows().items()}
 
     def rows(self) -> dict[int, Row]:
-        """Return how far each rank has come, in the last life that has begun something."""
+        """Return how far each rank has come."""
         with self._table:
-            lives = {
-                rank: max(row.incarnation, self._latest.get(rank, (0, 0))[0])
-                for rank, row in self._rows.items()
-            }
-            begun = {rank: Row(life) for rank, (life, _) in self._latest.items()}
-            return begun | {r: replace(row, incarnation=lives[r]) for r, row in self._rows.items()}
+            return dict(self._rows)
 
     @contextlib.contextmanager
     def alone(self, sender: Sender) -> Iterator[None]:
-        """Let a rank do one thing at a time: the latest. What it had begun before makes room.
+        """Let a rank do one thing at a time: a retry may arrive while its exchange is applied.
 
         Raises:
-            TakenOverError: this is not the latest.
+            TakenOverError: a later incarnation of the rank has been here.
         """
         with self._table:
-            self._begin(sender)
             turn = self._turns.setdefault(sender.rank, threading.Lock())
         with turn:
-            self.check_latest(sender)
+            self.check(sender)
             yield
 
     def check(self, sender: Sender) -> None:
-        """Refuse a rank's earlier lives."""
-        with self._table:
-            life, _ = self._begin(sender)
-        if sender.incarnation < life:
-            raise taken_over(sender.rank)
+        """Refuse a rank's earlier incarnations: its latest fences them off from its first call on.
 
-    def check_latest(self, sender: Sender) -> None:
-        """Refuse an exchange if its rank has begun another one."""
+        Raises:
+            TakenOverError: a later incarnation of the rank has been here.
+        """
         with self._table:
-            latest = self._begin(sender)
-        if sender.at < latest:
-            raise taken_over(sender.rank)
-
-    def _begin(self, sender: Sender) -> At:
-        latest = max(self._latest.get(sender.rank, (0, 0)), sender.at)
-        self._latest[sender.rank] = latest
-        return latest
+            row = self._rows.get(sender.rank, Row())
+            if sender.incarnation < row.incarnation:
+                raise taken_over(sender.rank)
+            if sender.incarnation > row.incarnation:
+                self._rows[sender.rank] = replace(row, incarnation=sender.incarnation, number=0)
 
     def applied(self, sender: Sender) -> bool:
         """Whether an exchange is in the center."""
@@ -104,41 +84,94 @@ class Book:
             row = self._rows.get(sender.rank, Row())
         return sender.at <= (row.incarnation, row.number)
 
-    def pieces(self, sender: Sender) -> int:
-        """Return how many pieces are in the center of an exchange that is not there as a whole."""
-        with self._table:
-            at, pieces = self._pieces.get(sender.rank, (None, 0))
-        return pieces if at == sender.at else 0
-
-    def refused(self, sender: Sender) -> int | None:
-        """Return the piece of an exchange that was refused, if one was."""
-        with self._table:
-            at, piece = self._refused.get(sender.rank, (None, 0))
-        return piece if at == sender.at else None
-
-    def note_pieces(self, sender: Sender, count: int) -> None:
-        """Write down that so many pieces of an exchange are in the center."""
-        with self._table:
-            self._pieces[sender.rank] = sender.at, count
-
-    def note(self, sender: Sender, refused: int | None = None) -> None:
+    def note(self, sender: Sender) -> None:
         """Write down that an exchange is in the center, as far as it was not refused."""
         with self._table:
-            self._pieces.pop(sender.rank, None)
-            self._refused.pop(sender.rank, None)
-            if refused is not None:
-                self._refused[sender.rank] = sender.at, refused
             known = self._rows.get(sender.rank, Row())
-            if self._back and sender.rank not in self._heard:
+            if self._restarted and sender.rank not in self._heard:
                 self._heard.add(sender.rank)
                 self.lost += max(0, sender.exchanges - 1 - known.exchanges)
             if sender.at >= (known.incarnation, known.number):
                 done = sender.steps, sender.exchanges
                 self._rows[sender.rank] = Row(*sender.at, *done, seconds=float(sender.seconds))
 
-    def discount(self, rank: int, at: At, steps: int, exchanges: int) -> None:
+    def discount(self, rank: int, at: tuple[int, int], steps: int, exchanges: int) -> None:
         """Do not count a rank's last exchange, nor the steps that it was to bring."""
         with self._table:
             row = self._rows.get(rank, Row())
             if (row.incarnation, row.number) == tuple(at):
                 self._rows[rank] = replace(row, steps=steps, exchanges=exchanges)
+
+
+class Replies:
+    """The last replies to a few ranks, for retries.
+
+    A rank's next exchange acknowledges its last reply: the worker has it, or has given it up.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[tuple[int, int], Reply]] = {}  # by rank; the oldest first
+        self._table = threading.Lock()
+
+    def keep(self, sender: Sender, reply: Reply) -> None:
+        """Keep the reply to an exchange, and forget the oldest if there are too many."""
+        with self._table:
+            self._kept.pop(sender.rank, None)  # the new one is the latest
+            self._kept[sender.rank] = sender.at, reply
+            while len(self._kept) > KEPT:
+                self._kept.pop(next(iter(self._kept)))
+
+    def to(self, sender: Sender) -> Reply | None:
+        """Return the reply to an exchange, if it is kept."""
+        with self._table:
+            at, reply = self._kept.get(sender.rank, (None, None))
+            return reply if at == sender.at else None
+
+    def forget(self, rank: int) -> None:
+        """Forget a rank's last reply, which is acknowledged."""
+        with self._table:
+            self._kept.pop(rank, None)
+
+
+class Slots:
+    """What ranks have contributed to rounds that are not reduced yet.
+
+    Args:
+        reduced: the last round whose mean the shard holds.
+    """
+
+    def __init__(self, reduced: int = 0) -> None:
+        self.reduced = reduced
+        self._kept: dict[int, dict[int, tuple[Sender, Bytes]]] = {}  # by round and rank
+        self._table = threading.Lock()
+
+    def take(self, sender: Sender, data: Bytes, number: int) -> None:
+        """Keep what a worker has sent for a round, unless something later of its is here."""
+        with self._table:
+            if number > self.reduced:
+                slots = self._kept.setdefault(number, {})
+                known = slots.get(sender.rank)
+                if known is None or known[0].at <= sender.at:
+                    slots[sender.rank] = sender, data
+
+    def of_round(
+        self, number: int, contributors: Sequence[int], asker: int
+    ) -> dict[int, Bytes] | list[int]:
+        """Return the messages of a round, by rank; or the ranks whose are not here.
+
+        Args:
+            number: of the round.
+            contributors: who is in it; none if that is not known: who is here.
+            asker: who is in it for certain.
+        """
+        with self._table:
+            slots = self._kept.get(number, {})
+            wanted = list(contributors) or sorted({*slots, asker})
+            missing = [rank for rank in wanted if rank not in slots]
+            return missing or {rank: slots[rank][1] for rank in wanted}
+
+    def forget(self, number: int) -> None:
+        """Let go of a round that is reduced now, and of those before it."""
+        with self._table:
+            self.reduced = number
+            self._kept = {n: kept for n, kept in self._kept.items() if n > number}

@@ -70,7 +70,7 @@ class ServedCenter(Center):
         return [Progress(row.steps, row.exchanges, row.seconds) for row in known]
 
     def read(self, out: Bytes | None = None) -> Bytes:
-        """Copy the center into a flat buffer, consistent per shard, or per piece of one."""
+        """Copy the center into a flat buffer, consistent per shard."""
         out = self.layout.allocate() if out is None else out
         self._read(out)
         return out
@@ -192,7 +192,7 @@ def read_stored(place: str) -> StoredCenter:
         header, tensors = saved
         start, stop = span(runs)
         center[start:stop] = tensors["center"]
-        known.append((Book.from_json(header).rows(), header["round"]))
+        known.append((Book.from_json(header["rows"]).rows(), header["round"]))
     rows, closed = latest(known)
     done = closed if plan.synchronous else sum(row.exchanges for row in rows.values())
     return StoredCenter(plan.layout.views(center), int(description["base"]) + done)

@@ -23,12 +23,10 @@ from springline.center.errors import (
 )
 from springline.center.served.head import BEAT
 from springline.center.served.messages import Message, Reply, Row, Sender
-from springline.center.served.near import Address, Request
 from springline.center.served.parts import Parts
 from springline.center.served.peer import Call, PeerLostError
 from springline.center.served.rounds import Rounds
 from springline.center.served.seats import NotAMemberError
-from springline.center.served.stream import Streams, say_forgotten
 from springline.center.waiting import wait_until
 from springline.rules.rule import Rule
 
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
 
 _POLL = 5.0  # seconds that the head is asked to wait for others in one call
 _RESTART = 30.0  # seconds beyond the timeout in which a head or shard may be started again
-_NOTHING = np.empty(0, np.uint8)
 _log = logging.getLogger("springline")
 
 
@@ -60,7 +57,6 @@ class ServedMember(Member):
         self._turn = threading.RLock()
         self._busy = False
         self._parts: Parts | None = None  # of the buffers that were exchanged last
-        self._streams: Streams | None = None
         self._rounds = Rounds(self) if rule.synchronous else None
         self._gone = threading.Event()
         self._beats = threading.Thread(target=self._beat, name="springline beat", daemon=True)
@@ -91,8 +87,6 @@ class ServedMember(Member):
             finally:
                 self._busy = False
                 local.forget_gradients()
-                if self.left:  # meanwhile, by a signal
-                    self._close_streams()
             self._row = replace(
                 self._row,
                 steps=local.steps,
@@ -112,19 +106,11 @@ class ServedMember(Member):
         self._gone.set()
         with self._turn:
             self.center.forget(self)
-            if not self._busy:
-                self._close_streams()
             with contextlib.suppress(CenterError):  # nobody there: it is as good as left
                 head = self.center.head
                 Call(head, "leave", self.rank, self._incarnation, timeout=5.0).result()
         if threading.current_thread() is not self._beats:
             self._beats.join(2 * BEAT)  # nobody is to wait for an answer when Ray is shut down
-
-    def _close_streams(self) -> None:
-        if self._streams:
-            self._streams.close()
-        if self._rounds:
-            self._rounds.forget_rooms()
 
     def check_here(self) -> None:
         """Refuse to exchange when no longer a member."""
@@ -145,53 +131,39 @@ class ServedMember(Member):
     def _has_left(self) -> CenterError:
         return CenterError(f"Rank {self.rank} has left the center; join again to exchange.")
 
-    # Asynchronous rules.
-
     def _swap(self, parts: Parts) -> None:
-        if self._streams is None:
-            self._streams = Streams(parts.pieces, self._check_stays)
-        streams = self._streams
-        near = sorted(streams.near)
-        peers = self.center.shards
-        data = {k: parts.data(k) for k in range(len(peers)) if k not in near}
-        head = self.message(parts.local)
-        messages = {k: replace(head, data=part) for k, part in data.items()}
-        calls = {k: self.ask(k, "exchange", message) for k, message in messages.items()}
-
-        def pack(had: int, address: Address) -> bytes:
-            return Request(replace(head, had=had), self.rule.keeps_copy, address).pack()
-
-        asks = {k: (peers[k], pack) for k in near}
-        refused, far = streams.exchange(asks, parts.fill, parts.adopt_piece, self._patience)
-        for k, had in far.items():
-            try:
-                messages[k] = replace(head, data=parts.data(k), had=had)
-            except NonFiniteError as error:
-                refused = error
-            else:
-                calls[k] = self.ask(k, "exchange", messages[k])
-        for k, call in calls.items():
+        """Exchange under an asynchronous rule: a call to each shard, and its reply."""
+        messages = self.messages(parts)
+        calls = [self.ask(k, "exchange", message) for k, message in enumerate(messages)]
+        refused: NonFiniteError | None = None
+        for k, call in enumerate(calls):
             reply: Reply = call.result()
-            refused = parts.adopt(k, reply, messages[k].had) or refused
-            if self.rule.adopts_message and (reply.forgotten or reply.known > messages[k].had):
-                say_forgotten(peers[k])  # for the others it is the usual answer
-            if self.rule.adopts_message or reply.refused is not None:
-                peers[k].tell("received", self.rank, head.sender.at)
-            if call.was_lost:
-                streams.look_again(k)
+            refused = parts.adopt(k, reply) or refused
+            if reply.forgotten and self.rule.adopts_message:  # for the others it is the usual reply
+                _log.warning(
+                    "%s had this exchange already, but its answer is lost: going on from the "
+                    "center.",
+                    self.center.shards[k].name,
+                )
         if refused:
-            before = self._row.steps, self._row.exchanges
-            for k in range(len(peers)):
-                self.ask(k, "discount", self.rank, head.sender.at, *before).result()
+            at, before = messages[0].sender.at, (self._row.steps, self._row.exchanges)
+            for k in range(len(calls)):
+                self.ask(k, "discount", self.rank, at, *before).result()
             raise refused
 
-    def message(self, local: Local) -> Message:
-        """Return what is sent to every shard, but for the data."""
+    def messages(self, parts: Parts) -> list[Message]:
+        """Return what is sent to each shard.
+
+        Raises:
+            NonFiniteError: it is not finite, and none of it is sent.
+        """
+        local = parts.local
+        data = [parts.data(k) for k in range(len(self.center.shards))]
         row = self._row = replace(self._row, number=self._row.number + 1)
-        life = self.rank, self._incarnation, row.number
-        sender = Sender(*life, local.steps, row.exchanges + 1, row.seconds)
+        this = self.rank, self._incarnation, row.number
+        sender = Sender(*this, local.steps, row.exchanges + 1, row.seconds)
         own = local.gradients, local.seen.copy(), local.rates.copy()
-        return Message(sender, _NOTHING, *own)
+        return [Message(sender, part, *own) for part in data]
 
     # The head.
 

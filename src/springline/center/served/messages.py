@@ -37,7 +37,7 @@ class Sender:
 
     @property
     def at(self) -> tuple[int, int]:
-        """Life and number: what a shard tells a repeat by."""
+        """Incarnation and number: what a shard tells a retry by."""
         return self.incarnation, self.number
 
 
@@ -74,8 +74,6 @@ class Message:
         gradients: how many gradients an accumulated one holds.
         seen: per entry of the layout, whether it has a gradient.
         rates: per entry, its learning rate.
-        had: pieces that the worker has exchanged already, on the same machine; they are no more
-            to be touched.
     """
 
     sender: Sender
@@ -83,7 +81,6 @@ class Message:
     gradients: int
     seen: NDArray[np.bool_]
     rates: NDArray[np.float64]
-    had: int = 0
 
     def brings(self, run: Run) -> bool:
         """Whether there is something to merge of a block: else it had no gradient."""
@@ -104,13 +101,11 @@ class Reply:
         refused: the number of the block that was not finite; those from it on were not applied.
         forgotten: the exchange was applied, but what `c` was before it is not known any more:
             `data` is the center now, for the worker to go on from.
-        known: the same, of the first pieces only.
     """
 
     data: Any
     refused: int | None = None
     forgotten: bool = False
-    known: int = 0
 
 
 @dataclass(frozen=True)

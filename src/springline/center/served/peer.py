@@ -76,12 +76,7 @@ class Call:
         self._arguments = arguments
         self._timeout = timeout
         self._check = check
-        self._start = time.monotonic()
-        self._warn_at = self._start + WARN_EVERY
-        self._said = False
-        self.was_lost = False  # and made again
-        self.answer: Any = None
-        self._pending = self._ask()
+        self._pending = peer.ask(method, *arguments)
 
     def result(self) -> Any:
         """Return the answer, or raise what the call raised.
@@ -89,53 +84,35 @@ class Call:
         Raises:
             CenterError: there was none in time, or nobody wants it any more.
         """
-        now = time.monotonic()
-        self._start, self._warn_at = now, now + WARN_EVERY  # nobody has looked before
-        while not self.look(_LOOK if self._timeout is None else _PAUSE):
-            continue
-        return self.answer
-
-    def look(self, seconds: float) -> bool:
-        """Wait so long for the answer, and ask again if it will not come; whether it is here.
-
-        Raises:
-            CenterError: there was none in time.
-        """
-        try:
-            self.answer = self._pending.result(seconds)
-        except NotHereError:
-            lost = False
-        except PeerLostError as error:
-            lost = self.was_lost = True
-            if not self._said:
-                _log.warning("%s is gone. Asking again. (%s)", self._peer.name, error)
-            self._said = True
-        else:
-            self.heard()
-            return True
-        if self._check:
-            self._check()
-        waited = time.monotonic() - self._start
-        if self._timeout is not None and waited > self._timeout:
-            raise CenterError(
-                f"{self._peer.name} has not answered for {waited:.0f} s. Is its machine up, "
-                "and can it be reached? A larger `timeout` waits longer."
-            )
-        if time.monotonic() > self._warn_at:
-            _log.warning("Waiting for %s since %.0f s", self._peer.name, waited)
-            self._warn_at += WARN_EVERY
-        if lost:
-            time.sleep(_PAUSE)
-            self._pending = self._ask()
-        return False
-
-    def heard(self) -> None:
-        """Note that the peer is there, and say so if it was said that it was gone."""
-        now = time.monotonic()
-        if self._said:
-            _log.warning("%s is back after %.1f s.", self._peer.name, now - self._start)
-        self._said = False
-        self._start, self._warn_at = now, now + WARN_EVERY
-
-    def _ask(self) -> Pending:
-        return self._peer.ask(self._method, *self._arguments)
+        start = time.monotonic()
+        warn_at = start + WARN_EVERY
+        said = False
+        while True:
+            try:
+                answer = self._pending.result(_LOOK if self._timeout is None else _PAUSE)
+            except NotHereError:
+                lost = False
+            except PeerLostError as error:
+                lost = True
+                if not said:
+                    _log.warning("%s is gone. Asking again. (%s)", self._peer.name, error)
+                said = True
+            else:
+                if said:
+                    passed = time.monotonic() - start
+                    _log.warning("%s is back after %.1f s.", self._peer.name, passed)
+                return answer
+            if self._check:
+                self._check()
+            waited = time.monotonic() - start
+            if self._timeout is not None and waited > self._timeout:
+                raise CenterError(
+                    f"{self._peer.name} has not answered for {waited:.0f} s. Is its machine up, "
+                    "and can it be reached? A larger `timeout` waits longer."
+                )
+            if time.monotonic() > warn_at:
+                _log.warning("Waiting for %s since %.0f s", self._peer.name, waited)
+                warn_at += WARN_EVERY
+            if lost:
+                time.sleep(_PAUSE)
+                self._pending = self._peer.ask(self._method, *self._arguments)

@@ -11,15 +11,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from springline.center.errors import CenterError
 from springline.center.served.head import BEAT
 from springline.center.served.messages import Message, Reply
 from springline.center.served.parts import Parts
-from springline.center.served.peer import Call
-from springline.center.served.rooms import Rooms
 
 _RESENT = 10.0  # seconds that others have to send again what a restarted shard has lost
 
@@ -33,13 +30,6 @@ class Rounds:
     def __init__(self, member: ServedMember) -> None:
         self._member = member
         self._next = 0  # round that we are in, if we know
-        self._rooms: Rooms | None = None
-        self._lost: set[int] = set()  # shards that were, while we contributed
-
-    def forget_rooms(self) -> None:
-        """Use no memory again that a round may still read."""
-        if self._rooms:
-            self._rooms.forget()
 
     def exchange(self, parts: Parts) -> None:
         """Take part in one round."""
@@ -47,17 +37,14 @@ class Rounds:
         try:
             while not self._next:
                 number = number or self._begin()
-                message = self._contribute(parts, number)
+                messages = self._contribute(parts, number)
                 contributors = self._close(number)
                 if contributors is not None:
-                    self._reduce(parts, message, number, contributors)
+                    self._reduce(parts, messages, number, contributors)
                     self._next = number + 1
                 else:  # it was closed without us meanwhile; then we are in the next
-                    self.forget_rooms()
                     number = 0
         finally:
-            if not self._next:
-                self.forget_rooms()
             if number and not self._next and not self._member.left:
                 with contextlib.suppress(CenterError):
                     self._member.ask_as_member("withdraw", number)
@@ -76,28 +63,13 @@ class Rounds:
         self._member.wait(begin, "the round that is under way")
         return found[0]
 
-    def _rooms_for(self, parts: Parts) -> Rooms:
-        if self._rooms is None:
-            self._rooms = Rooms(self._member, parts.sizes)
-        return self._rooms
-
-    def _contribute(self, parts: Parts, number: int) -> Message:
-        """Send our message to every shard; return it, but for its data."""
-        member, rooms = self._member, self._rooms_for(parts)
-        head, near = member.message(parts.local), set(rooms.near)
-        far = set(range(len(parts.sizes))) - near
-
-        def send(shards: set[int]) -> dict[int, Call]:
-            messages = {k: replace(head, data=parts.data(k)) for k in shards}
-            return {k: member.ask(k, "contribute", m, number) for k, m in messages.items()}
-
-        calls = send(far)
-        rooms.contribute(parts, head, number)
-        calls |= send(near - rooms.near)
-        for call in calls.values():
+    def _contribute(self, parts: Parts, number: int) -> list[Message]:
+        """Send our messages to the shards; return them."""
+        messages = self._member.messages(parts)
+        calls = [self._member.ask(k, "contribute", m, number) for k, m in enumerate(messages)]
+        for call in calls:
             call.result()
-        self._lost = {k for k, call in calls.items() if call.was_lost}
-        return head
+        return messages
 
     def _close(self, number: int) -> list[int] | None:
         """Say that we have contributed, and wait until the round is closed.
@@ -119,34 +91,16 @@ class Rounds:
         return found[0]
 
     def _reduce(
-        self, parts: Parts, message: Message, number: int, contributors: Sequence[int]
+        self, parts: Parts, messages: list[Message], number: int, contributors: Sequence[int]
     ) -> None:
         """Take a round's mean from every shard."""
-        member, rooms = self._member, self._rooms_for(parts)
-        asked = number, contributors, message.sender
-        calls = {
-            k: member.ask(k, "mean" if k in rooms.near else "reduce", *asked)
-            for k in range(len(parts.sizes))
-        }
-        alone = contributors == [member.rank]  # the mean of one is what it has sent
-        near = {k: call for k, call in calls.items() if k in rooms.near and not alone}
-        adopted = rooms.follow(parts, near, number)
-        for k, call in calls.items():
-            answer = call.result()
-            if isinstance(answer, tuple):
-                _, last = answer
-                if alone and last == number:
-                    continue
-                if rooms.adopt(parts, k, adopted.get(k, 0) if last == number else 0, *answer):
-                    continue
-                answer = member.ask(k, "reduce", *asked).result()
+        asked = number, contributors, messages[0].sender
+        calls = [self._member.ask(k, "reduce", *asked) for k in range(len(messages))]
+        for k, call in enumerate(calls):
+            answer: Reply | list[int] = call.result()
             if isinstance(answer, list):
-                sent = rooms.contributed(k) if k in rooms.near else parts.data(k)
-                again = replace(message, data=sent)
-                answer = self._reduce_again(k, again, number, contributors)
+                answer = self._reduce_again(k, messages[k], number, contributors)
             parts.adopt_mean(k, answer.data)
-            if k in rooms.near or k in self._lost or call.was_lost:
-                rooms.look_again(k)
 
     def _reduce_again(self, k: int, message: Message, number: int, asked: Sequence[int]) -> Reply:
         """Take the mean from a shard that was started again: what it had been sent is gone.

@@ -1,0 +1,112 @@
+"""An exchange with a served center under the asynchronous rules: a call to each shard."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from served import message, worker
+from springline import AGN, ElasticAverage
+from springline.center import CenterError, NonFiniteError
+from springline.center.served.parts import Parts
+from springline.center.served.peer import PeerLostError
+from springline.rules import SGD
+
+SIZE = 200_000  # several shards
+VALUES = {"w": np.zeros(SIZE, np.float32), "b": np.zeros(5, np.float32)}
+
+
+class Counting(ElasticAverage):
+    """Counts how often δ is made."""
+
+    def contribute(self, local, c, gradients):
+        self.made.append(c.size)
+        return super().contribute(local, c, gradients)
+
+
+def test_an_exchange_is_one_call_to_each_shard_and_makes_δ_once_on_either_side(serve):
+    rule = Counting(period=1, moving_rate=0.25)
+    object.__setattr__(rule, "made", [])
+    service = serve(rule)
+    one, asked = worker(service, rule, 0), []
+    for peer in service.shards:
+        peer.disturb = asked.append
+    for _ in range(3):
+        one.exchange()
+    assert asked == ["exchange"] * 3 * len(service.shards)
+    elements = SIZE + 5
+    assert sum(one.rule.made) == 3 * elements
+    assert sum(sum(peer.target._rule.made) for peer in service.shards) == 3 * elements
+
+
+class Moving(ElasticAverage):
+    """The center moves while a message is made."""
+
+    def contribute(self, local, c, gradients):
+        δ = super().contribute(local, c, gradients)
+        if self.shards:
+            self.shards[0]._center.view(np.float32)[:] += 16
+        return δ
+
+
+def test_without_locks_both_sides_use_the_same_center(serve):
+    values = {"b": np.zeros(5, np.float32)}
+    rule = Moving(moving_rate=0.25, period=1)
+    object.__setattr__(rule, "shards", [])
+    service = serve(rule, values, use_locking=False)
+    shard = service.shards[0].target
+    shard._rule.shards.append(shard)
+    reply = shard.exchange(message(0, 1, 8.0))
+    c = shard.read().data.view(np.float32)
+    δ = 0.25 * (8.0 - reply.data.view(np.float32))
+    np.testing.assert_array_equal(c, 16 + δ)
+
+
+def test_of_a_message_that_is_not_finite_no_shard_gets_a_part(serve):
+    rule = AGN(period=1, optimizer=SGD(1.0))
+    service = serve(rule, VALUES | {"last": np.zeros(SIZE, np.float32)})
+    one = worker(service, rule)
+    one.observe({"w": np.float32(1), "last": np.full(SIZE, np.nan, np.float32)})
+    with pytest.raises(NonFiniteError, match="'last' of rank 0 has NaN or Inf"):
+        one.exchange()
+    assert [peer.target.rows()[0][0].exchanges for peer in service.shards] == [0, 0]
+    np.testing.assert_array_equal(one.center.values()["w"], 0)
+
+
+def test_an_exchange_that_is_broken_off_leaves_nothing_under_way(serve, monkeypatch):
+    service = serve(ElasticAverage(workers=2, period=1, moving_rate=0.25))
+    one, two = (worker(service, rank=rank) for rank in range(2))
+    one.parameters["w"][:] = 4
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Parts, "adopt", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            one.exchange()
+    two.exchange()
+    one.take_center()
+    one.exchange()
+    np.testing.assert_array_equal(one.parameters["w"], one.center.values()["w"])
+    assert one.center.version == 2
+
+
+def test_who_leaves_does_not_wait_for_a_shard_that_is_away(serve, background):
+    """As after Ctrl-C, while an exchange is under way in the background."""
+    service = serve(ElasticAverage(period=1))
+    one = worker(service, timeout=None)
+    away = threading.Event()
+
+    def be_away(method):
+        if method == "exchange":
+            away.set()
+            raise PeerLostError("its machine is down")
+
+    service.shards[0].disturb = be_away
+    exchange = background(one.exchange)
+    assert away.wait(10)
+    background(one.member.leave).result(10)
+    with pytest.raises(CenterError, match="Rank 0 has left the center"):
+        exchange.result(10)
+    assert service.head.target._seats.alive() == []

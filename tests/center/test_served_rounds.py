@@ -1,0 +1,141 @@
+"""Rounds at a served center: what is called, and shards that are started again in the middle."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from served import message, worker
+from springline import ModelAverage
+from springline.center import CenterError
+from springline.center.errors import TakenOverError
+from springline.center.served.merger import Merger
+from springline.center.served.peer import PeerLostError
+
+WORKERS = 3
+VALUES = {"w": np.zeros(200_000, np.float32), "b": np.zeros(5, np.float32)}
+RULE = ModelAverage(workers=WORKERS, period=1)
+
+
+def all_workers(service):
+    return [worker(service, rank=rank) for rank in range(WORKERS)]
+
+
+def meet(workers, together, number):
+    """A round whose mean is `1 + number`."""
+    for one in workers:
+        one.parameters["w"][:] = one.rank + number
+    together(*[one.exchange for one in workers])
+    for one in workers:
+        np.testing.assert_array_equal(one.parameters["w"], 1 + number)
+
+
+def test_a_round_asks_the_head_once_and_each_shard_twice(serve, together):
+    service = serve()
+    workers = all_workers(service)
+    meet(workers, together, 0)
+    of_head, of_shards = [], []
+    service.head.disturb = lambda method: of_head.append(method) if method != "beat" else None
+    for peer in service.shards:
+        peer.disturb = of_shards.append
+    for number in range(3):
+        meet(workers, together, number)
+    assert of_head == ["contribute"] * 3 * WORKERS
+    for method in ("contribute", "reduce"):
+        assert of_shards.count(method) == 3 * WORKERS * len(service.shards)
+    assert len(of_shards) == 2 * 3 * WORKERS * len(service.shards)
+
+
+def test_a_shard_is_started_again_between_contribution_and_mean(serve, tmp_path, together):
+    """What it had been sent is gone; all send it again."""
+    service = serve(storage=str(tmp_path / "store"))
+    workers, lock, calls = all_workers(service), threading.Lock(), []
+
+    def restart(method):
+        with lock:
+            calls.append(method)
+            if calls.count("reduce") == 1 and method == "reduce":
+                service.shards[0].target = service.make[0]()
+
+    service.shards[0].disturb = restart
+    meet(workers, together, 0)
+    meet(workers, together, 1)
+    assert calls.count("contribute") >= 3 * WORKERS
+
+
+def test_a_shard_is_started_again_while_it_makes_the_mean(serve, tmp_path, together, monkeypatch):
+    service = serve(storage=str(tmp_path / "store"))
+    workers, old, plain = all_workers(service), service.shards[0].target, Merger.merge_round
+    meet(workers, together, 0)
+
+    def die(merger, messages):
+        if merger is old._merger:
+            service.shards[0].target = service.make[0]()
+            raise PeerLostError("the shard has died")
+        plain(merger, messages)
+
+    monkeypatch.setattr(Merger, "merge_round", die)
+    meet(workers, together, 1)
+    assert service.shards[0].target is not old
+
+
+def test_a_shard_is_started_again_between_two_rounds(serve, tmp_path, together):
+    service = serve(storage=str(tmp_path / "store"))
+    workers = all_workers(service)
+    meet(workers, together, 0)
+    service.shards[0].target.save()
+    service.shards[0].target = service.make[0]()
+    for number in range(1, 4):
+        meet(workers, together, number)
+    assert workers[0].center.version == 4
+
+
+def test_an_earlier_incarnation_contributes_nothing(serve):
+    values = {"b": np.zeros(5, np.float32)}
+    shard = serve(values=values).shards[0].target
+    shard.contribute(message(0, 1, 3.0, incarnation=2), 1)
+    with pytest.raises(TakenOverError, match="Rank 0 has been taken over"):
+        shard.contribute(message(0, 9, 5.0, incarnation=1), 1)
+    mean = shard.reduce(1, [0], message(0, 1, incarnation=2).sender)
+    np.testing.assert_array_equal(mean.data.view(np.float32), 3)
+
+
+def test_who_leaves_does_not_wait_for_a_head_that_is_away(serve, background):
+    """As after Ctrl-C, while a round is under way in the background."""
+    service = serve()
+    one = worker(service, timeout=None)
+    away = threading.Event()
+
+    def be_away(method):
+        if method in ("begin", "contribute"):
+            away.set()
+            raise PeerLostError("its machine is down")
+
+    service.head.disturb = be_away
+    exchange = background(one.exchange)
+    assert away.wait(10)
+    background(one.member.leave).result(10)
+    with pytest.raises(CenterError, match="Rank 0 has left the center"):
+        exchange.result(10)
+
+
+def test_a_late_repeat_does_not_replace_a_newer_message(serve):
+    values = {"b": np.zeros(5, np.float32)}
+    rule = ModelAverage(workers=1, period=1)
+    shard = serve(rule, values).shards[0].target
+    shard.contribute(message(0, 2, 7.0), 1)
+    shard.contribute(message(0, 1, 5.0), 1)
+    mean = shard.reduce(1, [0], message(0, 2, 7.0).sender)
+    np.testing.assert_array_equal(mean.data.view(np.float32), 7)
+    again = shard.reduce(1, [], message(0, 2, 7.0).sender)
+    assert again is mean  # one copy for all who ask
+
+
+def test_a_round_whose_contributors_are_not_known_takes_who_is_here(serve):
+    values = {"b": np.zeros(5, np.float32)}
+    shard = serve(ModelAverage(workers=2, period=1), values).shards[0].target
+    shard.contribute(message(1, 1, 5.0), 1)
+    assert shard.reduce(1, [0, 1], message(1, 1, 5.0).sender) == [0]
+    mean = shard.reduce(1, [], message(1, 1, 5.0).sender)
+    np.testing.assert_array_equal(mean.data.view(np.float32), 5)
+    assert shard.reduce(2, [], message(1, 2, 5.0).sender) == [1]  # who is in it for certain
