@@ -64,7 +64,6 @@ class Normalised:
 
     learning_rate: float = 1.0
     elementwise: ClassVar[bool] = False
-    in_place: ClassVar[bool] = False
     alone: ClassVar[bool] = False
 
     def settings(self):

@@ -29,7 +29,6 @@ class BufferAverage(Rule):
 
     name: ClassVar[str] = "buffers"
     reads_center: ClassVar[bool] = True
-    in_place: ClassVar[bool] = True
 
     def contribute(self, local: LocalBlock, c: Array, gradients: int) -> Array:
         """`(b − c)/p`."""

@@ -43,7 +43,6 @@ class ElasticAverage(Rule):
     name: ClassVar[str] = "elastic"
     reads_center: ClassVar[bool] = True
     adopts_message: ClassVar[bool] = True
-    in_place: ClassVar[bool] = True
     BETA: ClassVar[float] = 0.9
 
     def __post_init__(self) -> None:

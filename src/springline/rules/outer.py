@@ -32,10 +32,6 @@ class Outer(Protocol):
         """Whether `step` may be given parts of a parameter, flat, instead of the whole."""
 
     @property
-    def in_place(self) -> bool:
-        """Whether `step` may be given `g` itself as `work`, and leaves the new `c` in it."""
-
-    @property
     def alone(self) -> bool:
         """Whether a parameter's steps must be taken one at a time, whatever a center's locks are.
 
@@ -90,11 +86,6 @@ class _Elementwise:
     def state(self, name: str, shape: Shape) -> dict[str, tuple[Shape, float]]:
         return {}
 
-    @property
-    def in_place(self) -> bool:
-        """Most need `g` to the end."""
-        return False
-
     def advance(self, state: State) -> None:
         """Most have no step count."""
 
@@ -109,11 +100,6 @@ class SGD(_Elementwise):
     """`c ← c − ηg`."""
 
     kind: ClassVar[str] = "sgd"
-
-    @property
-    def in_place(self) -> bool:
-        """Unless another step has taken the place of this one."""
-        return type(self).step is SGD.step
 
     def step(self, name: str, c: Array, g: Array, state: State, rate: float, work: Array) -> None:
         """Take one step."""
@@ -193,8 +179,7 @@ class Adam(_Elementwise):
 
     def step(self, name: str, c: Array, g: Array, state: State, rate: float, work: Array) -> None:
         """Take one step."""
-        # A center that goes on from a checkpoint in the middle of a parameter may not have counted.
-        m, v, t = state["m"], state["v"], max(float(state["t"][0]), 1.0)
+        m, v, t = state["m"], state["v"], float(state["t"][0])
         np.multiply(g, g, out=work)
         np.subtract(work, v, out=work)
         np.multiply(work, 1 - self.beta2, out=work)

@@ -66,7 +66,6 @@ class Rule(ABC):
     accumulates: ClassVar[bool] = False  # the worker keeps `a`
     reads_center: ClassVar[bool] = False  # the message depends on `c`
     adopts_message: ClassVar[bool] = False  # the worker adopts its message, not the new `c`
-    in_place: ClassVar[bool] = False  # `contribute` may be given `x` itself as room for the message
 
     def __post_init__(self) -> None:
         at_least_one("period", self.period, "It is the number of local steps between exchanges.")

@@ -38,7 +38,6 @@ class TorchOuter:
     """
 
     elementwise = False  # torch optimizers see whole parameters in their own shape
-    in_place = False
 
     def __init__(self, inner: torch.optim.Optimizer, groups: Mapping[str, dict[str, Any]]) -> None:
         self._inner = inner
@@ -134,10 +133,8 @@ class TorchOuter:
             numbers = {key: kind(arrays[key]) for key, kind in self._numbers[name].items()}
             optimizer.state[p] = arrays | numbers
         np.copyto(work, c)
-        try:
-            optimizer.step()
-        finally:
-            p.grad = None  # it may be memory that a worker has lent
+        optimizer.step()
+        p.grad = None  # a sparse one is a copy
         if not is_finite(c):
             np.copyto(c, work)
             raise FloatingPointError(f"the step of {self.kind} overflows")
