@@ -94,8 +94,7 @@ def section(rows: Sequence[Row], before: str = "") -> str:
 
 _READING = """\
 Every run is of two or three worker processes on three hosts, network namespaces with a Ray node
-each, with a model of 4 MB in two or four shards, a step of 50 ms and an exchange after every step,
-by messages (what is streamed inside a machine is killed in `tests/faults/test_ray_streams.py`).
+each, with a model of 4 MB in two or four shards, a step of 50 ms and an exchange after every step.
 All share two cores. Shards write a checkpoint every 20 exchanges or 5 seconds
 (`every=(20, 5.0)`; the default is `(100, 10.0)`); all else is as by default. Every run has to end
 with all workers at their last step and a center that can be accounted for: under AGN it is a sum of

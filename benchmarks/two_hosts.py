@@ -28,16 +28,15 @@ from collective_worker import Case as GroupCase
 from collective_worker import Times as GroupTimes
 from exchange_report import Quartiles
 from pages import facts, markdown
-from ray_exchange_report import TARGET as RAY_TARGET
-from ray_exchange_report import Row as RayRow
-from ray_exchange_worker import Case as RayCase
-from ray_exchange_worker import Times as RayTimes
 from rich.console import Console
+from two_hosts_worker import Case as RayCase
+from two_hosts_worker import Times as RayTimes
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent / "tests"))
 hosts: Any = importlib.import_module("hosts")
 WORKER = HERE / "two_hosts_worker.py"
+RAY_TARGET = 1.1  # times Ray's own transfer, at 1 Gbit/s
 COLUMNS = ("", "link", "what", "bytes alone, ms", "exchange, ms", "÷", "quartiles", "target")
 
 
@@ -96,16 +95,22 @@ def begin(host: Any, *words: object) -> subprocess.Popen[str]:
 
 def on_ray(size: Size, gbits: float, shards: int) -> Row:
     """Measure a worker on one host and a center on the other."""
-    case = RayCase(size.parameters, 1, shards, size.rounds)
+    case = RayCase(size.parameters, shards, size.rounds)
     room = f"--object-store-memory={max(100_000_000, 8 * 4 * size.parameters)}"
     with hosts.Hosts(1, options=(room,)) as cluster:
         given = cluster.address, json.dumps(case)
         run([begin(cluster[0], "make", *given)])  # while it is the only host
         cluster.add()
         _limit(cluster, gbits)
-        row = RayRow.of(case, [RayTimes(**t) for t in run([begin(cluster[1], "ray", *given)])])
+        (found,) = run([begin(cluster[1], "ray", *given)])
+    times = RayTimes(**found)
     what = f"elastic on Ray, {shards} shard{'s' * (shards > 1)}"
-    return Row(gbits, what, row.least, row.exchange, row.ratio, RAY_TARGET)
+    alone, exchange = (
+        Quartiles.of(1e3 * second for second in seconds)
+        for seconds in (times.alone, times.exchange)
+    )
+    ratio = Quartiles.of(e / a for e, a in zip(times.exchange, times.alone, strict=True))
+    return Row(gbits, what, alone, exchange, ratio, RAY_TARGET)
 
 
 def in_a_group(size: Size, gbits: float) -> Iterator[Row]:
@@ -178,7 +183,7 @@ the link between them is limited, in both directions (`tc`, `tbf`). *Bytes alone
 `ray.put` of the buffer, an actor on the other host that gets it and returns one of the same size,
 and a `ray.get` of that; in a process group, one `all_reduce` of the buffer. Exchanges and these
 alternate. What an exchange adds are its passes over memory, which take the same time whatever the
-link is: the same comparison without a network is in [an exchange on Ray](ray-exchange.md) and
+link is: the same comparison without a network is in
 [an exchange over a process group](collective.md#what-an-exchange-costs)."""
 
 
