@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
-import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -37,31 +34,16 @@ from springline.rules.rule import Rule
 _SAVING = 60.0  # seconds that a shard may take to write itself for the last time
 _FIRST = 120.0  # seconds that the first member may take to come, at least
 _INLINE = 100_000  # bytes that Ray sends along with an answer
+_CALLS = 16  # at once in a shard. None waits for one that is still to come: others queue in Ray.
 _log = logging.getLogger("springline")
 
 
 class RayShard(Shard):
-    """A shard in an actor.
+    """A shard in an actor."""
 
-    Args:
-        arguments: as of any shard.
-    """
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        # Ray would wait for calls that are under way, and a visit to a worker is under way as long
-        # as the worker is there.
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=self._end).start())
-
-    def _end(self) -> None:
-        """Write a last checkpoint, and end: Ray starts another, if this is not the end of all."""
-        threading.Timer(_SAVING, os._exit, [1]).start()
-        try:
-            self.save()
-        except Exception as error:  # nobody is here any more to tell
-            _log.warning("%s ends without a last checkpoint: %s", self.name, error)
-        os._exit(1)
+    def __ray_shutdown__(self) -> None:
+        """Write a final checkpoint: on SIGTERM Ray lets running calls end, and then calls this."""
+        self.save()
 
     def in_life(self) -> str:
         """Return what is drawn anew whenever the shard is started."""
@@ -188,13 +170,12 @@ class RayHead(Head):
 def make_shards(name: str, rule: Rule, description: Mapping[str, Any]) -> None:
     """Make those shards of a center that are not there."""
     plan, asked, storage, every = (description[k] for k in ("plan", "asked", "storage", "every"))
-    concurrency = int(rule.workers) + 8  # each worker of a shard's machine has a call under way
     # Each on the next machine, for as long as that is there.
     nodes = sorted(node["NodeID"] for node in homes())
     places = [NodeAffinitySchedulingStrategy(node, soft=True) for node in nodes]
     for k in range(description["shards"]):
         given = plan, rule, k, asked, storage, tuple(every)
-        make_actor(RayShard, shard_name(name, k), concurrency, places[k % len(places)], *given)
+        make_actor(RayShard, shard_name(name, k), _CALLS, places[k % len(places)], *given)
 
 
 def make_actor(kind: type, name: str, concurrency: int, where: Any, *arguments: Any) -> Any:

@@ -23,6 +23,7 @@ from springline.center.ray_peer import (
     shard_peers,
     shards_named,
 )
+from springline.center.served.book import KEPT
 from springline.center.served.center import first_parts
 from springline.center.served.messages import Row, cut
 from springline.center.served.peer import Call
@@ -67,7 +68,7 @@ class Maker:
             OutrunError: we took so long that it is for another to make now.
         """
         plan = self._plan
-        asked = _how_many(plan, shards, saved=storage is not None)
+        asked = _how_many(plan, self._rule, shards, saved=storage is not None)
         parts, version, steps = first_parts(plan, values, asked, restore)
         description = {
             "name": self._name,
@@ -158,7 +159,7 @@ def digest(layout: Layout, values: Mapping[str, Any]) -> int:
     return digest
 
 
-def _how_many(plan: Plan, shards: int | None, saved: bool) -> int:
+def _how_many(plan: Plan, rule: Rule, shards: int | None, saved: bool) -> int:
     """Return into how many shards to cut a center; refuse more than there is memory for."""
     nodes = homes()
     held = plan.layout.nbytes + plan.state_nbytes
@@ -167,7 +168,8 @@ def _how_many(plan: Plan, shards: int | None, saved: bool) -> int:
     if shards < 1:
         raise CenterError(f"`shards` must be an integer >= 1. Received: {shards}.")
     memory = sum(node["Resources"].get("memory", 0.0) for node in nodes)
-    slots = plan.workers if plan.synchronous else 2  # messages and replies on their way
+    replies = min(plan.workers, KEPT) if rule.adopts_message else 1
+    slots = plan.workers if plan.synchronous else 1 + replies  # and a message on its way
     copies = 2 if saved else 0  # while checkpoints are written, perhaps all at once
     needed = len(cut(plan, shards)) * _PROCESS + (1 + copies) * held + slots * plan.layout.nbytes
     if needed > memory:
