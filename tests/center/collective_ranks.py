@@ -1,4 +1,4 @@
-"""What a rank does that adds up with others of its machine, in a process of its own."""
+"""What a rank of a process group does, in a process of its own."""
 
 import os
 import signal
@@ -12,11 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from springline import ElasticAverage, ModelAverage, Worker
-from springline.center import CenterError, NonFiniteError, lent
+from springline.center import CenterError, NonFiniteError
 
 RULES = {"average": ModelAverage, "elastic": ElasticAverage}
-# Both are several blocks, and no share of 3 ranks ends where a block does.
-VALUES = {"w": np.zeros((700, 431), np.float32), "d": np.ones(50_021)}
+VALUES = {"w": np.zeros((700, 431), np.float32), "d": np.ones(50_021)}  # several blocks each
 TIMEOUT = 20.0
 
 
@@ -63,9 +62,7 @@ def trained(rank, ranks, name, bad=()):
         "x": {n: x.copy() for n, x in worker.parameters.items()},
         "version": center.version,
         "exchanges": [progress.exchanges for progress in center.progress()],
-        "machines": center.group.machines,
         "groups": _groups() - groups,
-        "files": sum("memfd:springline" in _target(f) for f in Path("/proc/self/fd").iterdir()),
     }
 
 
@@ -85,29 +82,14 @@ def overflowing(rank, ranks):
     return {"said": said, "versions": versions, "values": values}
 
 
-def scenes(rank, ranks, store, interface="lo", networks=None, without=(), full=()):
-    """All that ends well.
-
-    Args:
-        networks: that of each rank, if it is to be another than the real one.
-        without: the ranks that have no memory to lend.
-        full: the ranks whose machine has no memory left.
-    """
+def scenes(rank, ranks, store, interface="lo"):
+    """All that ends well."""
     start(rank, ranks, store, interface)
-    if networks:
-        lent.machine = lambda: networks[rank]
-    lent.POSSIBLE = rank not in without
-    if rank in full:
-        lent.Lent.reserve = _no_memory
-
-    def all_rules():
-        for name in RULES:
-            yield name, trained(rank, ranks, name)
-            yield f"nan {name}", trained(rank, ranks, name, bad=(0, 1))
-
-    found = dict(all_rules()) | {"overflow": overflowing(rank, ranks)}
-    lent.POSSIBLE = False
-    return found | {f"alone {scene}": said for scene, said in all_rules()}
+    found = {"overflow": overflowing(rank, ranks)}
+    for name in RULES:
+        found[name] = trained(rank, ranks, name)
+        found[f"nan {name}"] = trained(rank, ranks, name, bad=(0, 1))
+    return found
 
 
 def dying(pipe, rank, ranks, store, timeout, interface="lo"):
@@ -117,10 +99,10 @@ def dying(pipe, rank, ranks, store, timeout, interface="lo"):
     center, rng = worker.center, np.random.default_rng(rank)
     step(worker, rng)
     before = center.values()
-    pipe.send(center.group.machines)
+    pipe.send("ready")
     how, where = pipe.recv()
     if how is not None:
-        owner = center.replica if where == "add" else center
+        owner = center.replica if where == "add_up" else center
         setattr(owner, where, lambda *_, **__: _end(how))
     try:
         step(worker, rng)
@@ -147,14 +129,15 @@ def closing(pipe, rank, ranks, store, folder):
     start(rank, ranks, store)
     place = Collective(dist.group.WORLD, folder if rank == 0 else None, save_every=0.0)
     worker = Worker(VALUES, ModelAverage(workers=ranks, period=1), place, rank, timeout=TIMEOUT)
-    center, plain = worker.center, worker.center.add_up
+    center, plain = worker.center, worker.center.replica.add_up
 
-    def close():
-        center.close()
-        plain()
+    def close_first(group):
+        if center.version > 0:
+            center.close()
+        plain(group)
 
     if rank == 0:
-        center.add_up = lambda: plain() if center.version == 0 else close()
+        center.replica.add_up = close_first
     said = []
     for value in (1, 2):
         for x in worker.parameters.values():
@@ -189,65 +172,22 @@ def forking(pipe, rank, ranks, store):
     worker.finish()
 
 
-def waiting(pipe, rank, ranks, store, timeout):
-    """Ranks 0 and 1 are one machine; to its speaker the all-reduce takes longer than a timeout."""
-    start(rank, ranks, store)
-    lent.machine = lambda: (7, 7, 8)[rank]
-    worker = make(rank, ranks, ModelAverage(workers=ranks, period=1), timeout=timeout)
-    group = worker.center.group
-    if rank == 0:
-        group._far = Slow(group._far, 1.5 * timeout)
-    for x in worker.parameters.values():
-        x[:] = rank
-    worker.step()
-    pipe.send((group.machines, [np.unique(x).tolist() for x in worker.parameters.values()]))
-    worker.finish()
-
-
-class Slow:
-    """A process group on a slow link: what it does takes longer than it does."""
-
-    def __init__(self, group, seconds):
-        self.group, self.seconds = group, seconds
-
-    def allreduce(self, tensors):
-        self.work, self.end = self.group.allreduce(tensors), time.monotonic() + self.seconds
-        return self
-
-    def wait(self, seconds=None):
-        left = self.end - time.monotonic()
-        if seconds is not None and left > seconds.total_seconds():
-            time.sleep(seconds.total_seconds())
-            raise RuntimeError("timed out")
-        time.sleep(max(0.0, left))
-        self.work.wait()
-
-    def is_completed(self):
-        return time.monotonic() > self.end and self.work.is_completed()
-
-
 def reading(pipe, rank, ranks, store):
     """Make rounds while a thread reads the center slowly; say whether it changed meanwhile."""
     start(rank, ranks, store)
     worker = make(rank, ranks, ModelAverage(workers=ranks, period=1))
-    replica, changes, done = worker.center.replica, [], threading.Event()
-    plain = replica.center
+    center, changes, done = worker.center, [], threading.Event()
 
-    def slowly(out):
-        plain(out)
-        before = out.copy()
-        time.sleep(0.1)
-        plain(out)
-        changes.append(bool((out != before).any()))
-
-    def read():
+    def read_slowly():
         while not done.is_set():
-            worker.center.read()
+            with center.turn:
+                before = center.read()
+                time.sleep(0.1)
+                changes.append(bool((center.read() != before).any()))
             time.sleep(0.01)
 
+    thread = threading.Thread(target=read_slowly)
     if rank == 1:
-        replica.center = slowly
-        thread = threading.Thread(target=read)
         thread.start()
     for _ in range(20):
         for x in worker.parameters.values():
@@ -256,9 +196,8 @@ def reading(pipe, rank, ranks, store):
     if rank == 1:
         done.set()
         thread.join()
-        replica.center = plain
     worker.finish()
-    pipe.send((worker.center.group.machines, changes))
+    pipe.send(changes)
 
 
 def _end(how):
@@ -267,22 +206,11 @@ def _end(how):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _no_memory(*_):
-    raise OSError("no memory")
-
-
 def _groups():
     """How many process groups torch knows of: their number is a part of the next one's name."""
     from torch.distributed import distributed_c10d
 
     return len(distributed_c10d._world.pg_names)
-
-
-def _target(link):
-    try:
-        return str(link.readlink())
-    except FileNotFoundError:  # of the listing itself
-        return ""
 
 
 if __name__ == "__main__":  # on a host of its own: function, rank, ranks, folder

@@ -12,7 +12,7 @@ from torch_training import INNERS, center, loss_of, network, train, weights, wra
 
 import springline
 from springline.center import CenterError, NonFiniteError
-from springline.center.collective import Collective, machine
+from springline.center.collective import Collective
 
 PERIOD = 3
 
@@ -122,7 +122,6 @@ def restarted(out, rank):
 
 def main(out, mode):
     torch.set_num_threads(1)
-    machine.SMALL = 0  # add up in memory, as large models are
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     if mode == "scenes":

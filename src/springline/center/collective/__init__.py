@@ -1,6 +1,5 @@
-"""The synchronous rules over a process group of torch.distributed: every machine has the center."""
+"""The synchronous rules over a process group of torch.distributed: every rank has the center."""
 
-from springline.center.collective.center import CollectiveCenter
-from springline.center.collective.place import Collective
+from springline.center.collective.center import Collective, CollectiveCenter
 
 __all__ = ["Collective", "CollectiveCenter"]

@@ -1,10 +1,9 @@
-"""Synchronous rules over `torch.distributed`: the center is on every machine, the same to the bit.
+"""Synchronous rules over `torch.distributed`: the center is on every rank, the same to the bit.
 
-An exchange is a round in which every rank of the group takes part. The ranks of one machine add up
-in memory that they share; then one of them, the machine's speaker, does so with those of the other
-machines, by one all-reduce of one flat buffer (one per dtype, where a model has float64 beside
-float32). Model averaging is the mean of those that contribute. Elastic averaging is the paper's
-synchronous form, with the `c` from before the round on every rank::
+An exchange is a round in which every rank of the group takes part: one all-reduce of one flat
+buffer (one per dtype, where a model has float64 beside float32). Model averaging is the mean of
+those that contribute. Elastic averaging is the paper's synchronous form, with the `c` from before
+the round on every rank::
 
     x ← x − α(x − c)      c ← c + α Σ(xᵢ − c)
 
@@ -14,11 +13,11 @@ not counted, but takes part until all have finished.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,17 +26,12 @@ import torch
 
 from springline.center import checkpoint
 from springline.center.center import Center, Progress, check_settings
-from springline.center.collective import machine
 from springline.center.collective.group import Group
 from springline.center.collective.member import CollectiveMember
 from springline.center.collective.replica import Replica, Row
 from springline.center.collective.save import NO_STATE, Keeper
-from springline.center.collective.start import check_goes_on, check_rule, compare
-from springline.center.errors import (
-    CenterError,
-    NonFiniteError,
-    RankError,
-)
+from springline.center.collective.start import agree, check_goes_on, check_rule
+from springline.center.errors import CenterError, NonFiniteError, RankError
 from springline.center.layout import Bytes, Layout
 from springline.center.plan import Plan
 from springline.rules.elastic import ElasticAverage
@@ -48,7 +42,7 @@ _log = logging.getLogger("springline")
 
 
 class CollectiveCenter(Center):
-    """A center that is on every machine of a process group; `Collective` makes it.
+    """A center that is on every rank of a process group; `Collective` makes it.
 
     Args:
         group: the ranks; all of them make the center at once.
@@ -78,9 +72,9 @@ class CollectiveCenter(Center):
         self.group = group
         self.process = os.getpid()
         self.plan = Plan.of(layout, rule, use_locking=True)
-        self.replica = Replica(layout, group.size)
+        self.replica = Replica(layout, group.size, group.device)
         self.member: CollectiveMember | None = None
-        self.turn = threading.Lock()  # held while `c` is copied or changes its place
+        self.turn = threading.RLock()  # held while `c` is copied or changes its place
         self._version = 0
         self.rows = [Row(False, False, False, 0.0, 0)] * group.size
         self._exchanges = [0] * group.size
@@ -124,7 +118,7 @@ class CollectiveCenter(Center):
         self.check_process()
         out = self.layout.allocate() if out is None else out
         with self.turn:
-            self.replica.center(out)
+            np.copyto(out, self.replica.buffers[self.replica.now])
         return out
 
     def join(self, rank: int, rule: Rule, timeout: float | None = None) -> CollectiveMember:
@@ -153,20 +147,8 @@ class CollectiveCenter(Center):
             self._keeper.close()
         self.group.close()
 
-    def add_up(self) -> None:
-        """Let the sum of what all ranks contribute come to be on every machine."""
-        self.group.meet()  # all have written
-        self.replica.add()
-        self.group.meet()  # all have added
-        if len(self.group.machines) > 1:
-            if self.group.speaks:
-                self.group.sum(self.replica.outgoing())
-                self.replica.incoming()
-            while not self.group.meet():
-                continue
-
     def close_round(self, rows: Sequence[Row], changed: bool) -> None:
-        """Take the sum for `c`, if it changed, and what the ranks said."""
+        """Take the sum for `c`, if it changed, and what the ranks report."""
         with self.turn:
             if changed:
                 self.replica.now = self.replica.next
@@ -174,12 +156,6 @@ class CollectiveCenter(Center):
             self._version += any(contributed)
             self._exchanges = [n + c for n, c in zip(self._exchanges, contributed, strict=True)]
             self.rows = list(rows)
-        # Mates that go on write where `c` is not: the speaker at once, the others when all have
-        # come to the next round. Until here this rank may have read there: the sum, to find it
-        # too large, and the last `c`, in a thread that has the turn. So all wait for each other
-        # once more. What is `c` now is written to when the next round, too, has come to here on
-        # all of them: until then it can be adopted and copied.
-        self.group.meet()
 
     def offer_save(self) -> None:
         """Write a checkpoint, if the last is old."""
@@ -187,7 +163,7 @@ class CollectiveCenter(Center):
             self._keeper.offer(self._snapshot)
 
     def check_process(self) -> None:
-        """Refuse a child of the process: others write to the memory that it has of its parent."""
+        """Refuse a child of the process, which is not in the group."""
         if os.getpid() != self.process:
             raise CenterError(
                 f"This center was made in process {self.process} and is used in its child "
@@ -202,10 +178,8 @@ class CollectiveCenter(Center):
 
     def _snapshot(self) -> tuple[Bytes, int, list[int]]:
         self.check_process()
-        center = self.layout.allocate()
         with self.turn:
-            self.replica.center(center)
-            return center, self._version, [row.steps for row in self.rows]
+            return self.read(), self._version, [row.steps for row in self.rows]
 
     def _start(
         self,
@@ -217,35 +191,20 @@ class CollectiveCenter(Center):
     ) -> None:
         """Agree with all other ranks, and take rank 0's values."""
         center = self.layout.allocate()
-        mine: dict[str, Any] = {"layout": self.layout.to_json(), "settings": self.settings}
-        found: Exception | None = None
-        try:
-            check_rule(self, rule)
+
+        def prepare() -> dict[str, Any]:
+            check_rule(rule, self.takes(rule), self.group.size)
             self.layout.write(center, values)
-            if self.group.rank == 0:
-                mine |= self._first(center, directory, save_every, restore)
-        except Exception as error:  # the others are told, whatever it is
-            found = error
-            mine["error"] = str(error)
-        all_ranks = [json.loads(text) for text in self.group.gather(json.dumps(mine))]
-        try:
-            for rank, other in enumerate(all_ranks):
-                compare(rank, other, all_ranks[0])
-        except CenterError as error:
-            self.group.part()  # all ranks do
-            raise (found or error) from None
-        given = center.copy()
-        tensor = torch.from_numpy(center).to(self.group.device)
+            return {} if self.group.rank else self._first(center, directory, save_every, restore)
+
+        first = agree(self.group, self.plan, prepare)
+        tensor = torch.from_numpy(center.copy()).to(self.group.device)
         self.group.broadcast(tensor)
-        rooms = machine.settle(self.group, self.replica.nbytes)
-        self.replica.settle(rooms, self.group.mates.index(self.group.rank), self.group.device)
-        if self.group.speaks:
-            self.replica.write(tensor.cpu().numpy())
-        self.group.meet()
-        self._version, steps = all_ranks[0]["version"], all_ranks[0]["steps"]
+        np.copyto(self.replica.buffers[self.replica.now], tensor.cpu().numpy())
+        self._version, steps = first["version"], first["steps"]
         more = [max(steps, default=0)] * (self.group.size - len(steps))  # ranks that are new
         self.rows = [Row(False, False, False, 0.0, n) for n in [*steps, *more][: self.group.size]]
-        if self.group.rank and not np.array_equal(given, tensor.cpu().numpy()):
+        if not np.array_equal(center, self.read()):
             _log.warning(
                 "Rank %d joined the center at version %d: its values replace this worker's own.",
                 self.group.rank,
@@ -274,3 +233,41 @@ class CollectiveCenter(Center):
         found = checkpoint.read(saved, self.plan, center, NO_STATE)
         _log.warning("Going on from %s, version %d.", saved, found.version)
         return {"version": found.version, "steps": found.steps}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A process group as the place of a center, for `center=` of an optimizer or a worker.
+
+    Args:
+        group: a `torch.distributed` process group, for instance `torch.distributed.group.WORLD`.
+        directory: where rank 0 keeps checkpoints, from which a restarted group goes on; only rank 0
+            needs to see it. None for no checkpoints.
+        save_every: seconds between two of them, so that at most these are lost.
+    """
+
+    group: Any
+    directory: str | Path | None = None
+    save_every: float = SAVE_EVERY
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.group, "allreduce"):
+            raise TypeError(
+                "`group` must be a process group that this process is in; call "
+                "`torch.distributed.init_process_group()` first. "
+                f"Received: {type(self.group).__name__} {self.group!r}."
+            )
+        if not self.save_every >= 0:
+            raise ValueError(
+                f"`save_every` must be seconds >= 0. Received: save_every={self.save_every!r}."
+            )
+
+    def __call__(
+        self, layout: Layout, rule: Rule, values: Mapping[str, Any], timeout: float | None = None
+    ) -> CollectiveCenter:
+        """Make the center; all ranks of the group must."""
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"`timeout` must be seconds > 0, or None. Received: {timeout!r}.")
+        directory = None if self.directory is None else Path(self.directory)
+        group = Group(self.group, timeout)
+        return CollectiveCenter(group, layout, rule, values, directory, self.save_every)

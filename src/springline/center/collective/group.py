@@ -2,31 +2,43 @@
 
 Nothing else uses it, so that an exchange in the background meets no other communication of the
 script, whatever that does meanwhile. Texts travel as bytes, never as pickles.
+
+Who is missing is found out through the group's store: a rank that waits for long, or has failed,
+writes there how many calls it has made. Whoever is behind has not come. The store is with rank 0 or
+with `torchrun`, and may be gone as well: nobody waits for it for long.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, default_pg_timeout
 
-from springline.center.collective import gloo
-from springline.center.collective.roll import Roll
 from springline.center.errors import CenterError, RoundTimeoutError
-from springline.center.waiting import WARN_EVERY
+from springline.center.waiting import WARN_EVERY, wait_until
 
+REPORT_AFTER = 1.0  # seconds that a rank waits before it writes to the store
 _SLICE = 1.0  # seconds: torch's wait hears no signal
-TELL = 1.0  # seconds of waiting after which a rank says so; less than `GRACE`, see roll.py
+_GRACE = 3.0  # seconds that others have to report, or to come to the end
+_STORE_TIMEOUT = 2.0  # seconds in which the store has to answer
+_PAUSE = 0.05
+_ADVICE = (
+    "A process group cannot go on without one of its ranks: end this process and start all of them "
+    "again, as `torchrun --max-restarts` does; they go on from the last checkpoint."
+)
 _log = logging.getLogger("springline")
+_made: dict[tuple[int, ...], int] = {}  # how many groups of our own, of these ranks
+_T = TypeVar("_T")
 
 
 class Group:
@@ -42,77 +54,19 @@ class Group:
     def __init__(self, group: dist.ProcessGroup | Any, timeout: float | None = None) -> None:
         self.rank, self.size = group.rank(), group.size()
         self.timeout = timeout
-        self._slice = timedelta(seconds=_SLICE if timeout is None else min(_SLICE, timeout / 4))
         self.broken = False
-        self._rounds = 0
-        self._roll: Roll | None = None
         self.device = torch.device("cpu")
-        self.machines = [[rank] for rank in range(self.size)]
-        self._own: Any = group
-        self._near: Any = None  # the ranks of this machine
-        self._far: Any = group  # the speakers
-        self._store: Any = None  # of a group of gloo
+        self._slice = timedelta(seconds=_SLICE if timeout is None else min(_SLICE, timeout / 4))
+        self._calls = self._rounds = 0
+        self._store: Any = None
+        self._ours = False  # made by `_gloo`
+        self._group: Any = group
         if isinstance(group, dist.ProcessGroup):
-            self._own = self._far = self._guard("the start", lambda: self._like(group))
-
-    def _like(self, group: dist.ProcessGroup) -> Any:
-        """Make a group of the same ranks and the same kind."""
-        backends = dict(
-            part.split(":") for part in dist.get_backend_config(group).split(",") if ":" in part
-        )
-        if backends.get("cpu") == "gloo":
-            self._store = gloo.store_of(group)
-            self._roll = Roll(self._store, self.rank, self.size)
-            self._roll.meet(gloo.seconds(self.timeout))
-            return gloo.make(self._store, self.rank, self.size, self.timeout)
-        if "cpu" not in backends:
-            self.device = torch.device(
-                next(iter(backends)), torch.accelerator.current_device_index()
-            )
-        made = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=None if self.timeout is None else timedelta(seconds=self.timeout),
-            backend=backends[self.device.type],
-            use_local_synchronization=True,
-        )
-        assert isinstance(made, dist.ProcessGroup)  # noqa: S101 - all of its ranks are in it
-        self._roll = Roll(made.get_group_store(), self.rank, self.size)
-        return made
-
-    @property
-    def divisible(self) -> bool:
-        """Whether parts of it can be groups of their own, and memory is what is added up."""
-        return self._store is not None and self.size > 1
-
-    @property
-    def mates(self) -> list[int]:
-        """The ranks of this machine; the first is its speaker."""
-        return next(ranks for ranks in self.machines if self.rank in ranks)
-
-    @property
-    def speaks(self) -> bool:
-        """Whether this rank is its machine's speaker."""
-        return self.mates[0] == self.rank
-
-    def divide(self, machines: list[list[int]]) -> None:
-        """Let ranks meet by machine from now on; all ranks must, with the same ones."""
-        self.machines = machines
-        if len(machines) == 1:
-            self._near, self._far = self._own, None
-        elif len(machines) < self.size:
-            speakers = [ranks[0] for ranks in machines]
-            self._near = self._part_of(self.mates) if len(self.mates) > 1 else None
-            self._far = self._part_of(speakers) if self.speaks else None
-
-    def _part_of(self, ranks: list[int]) -> Any:
-        """Make a process group of some of our ranks."""
-        store = PrefixStore("part-" + "-".join(str(rank) for rank in ranks), self._store)
-        given = store, ranks.index(self.rank), len(ranks), self.timeout
-        return self._guard("the start", lambda: gloo.make(*given))
+            self._group = self._call("the start", lambda: self._like(group))
 
     @contextlib.contextmanager
     def round(self) -> Iterator[None]:
-        """A round; who does not come to its end can take part in no other."""
+        """A round; a rank that does not reach its end can take part in no other."""
         self.check()
         self._rounds += 1
         try:
@@ -121,30 +75,17 @@ class Group:
             self.broken = True
             raise
 
-    def meet(self, done: bool = True) -> bool:
-        """Wait for all ranks of this machine; return whether all of them are done."""
-        self.check()
-        if self._near is None:
-            return done
-        size = 2 * len(self.mates)  # so many that each rank hears of both its neighbours
-        undone = torch.full((size,), float(not done), device="cpu")
-        self._guard(self._point, lambda: [self._near.allreduce([undone])], near=True)
-        return not undone.any()
-
     def sum(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by the sum over all machines, with one all-reduce each.
-
-        The speakers do. As it may take longer than a rank waits for another, theirs come to the
-        ranks of their machine now and then, and say that they are not done.
-        """
-        start = partial(_all_reduce, self._far, tensors)
-        self._guard(self._point, start, meanwhile=lambda: self.meet(done=False))
+        """Replace each tensor by the sum over all ranks, with one all-reduce each."""
+        self._call(
+            f"round {self._rounds}", lambda: [self._group.allreduce([each]) for each in tensors]
+        )
 
     def broadcast(self, tensor: Tensor) -> None:
         """Replace a tensor by rank 0's."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        self._guard("the start", lambda: [self._own.broadcast([tensor], options)])
+        self._call("the start", lambda: [self._group.broadcast([tensor], options)])
 
     def gather(self, text: str) -> list[str]:
         """Return the text of every rank."""
@@ -152,13 +93,13 @@ class Group:
         lengths = torch.zeros(self.size, dtype=torch.int64)
         lengths[self.rank] = len(raw)
         lengths = lengths.to(self.device)
-        self._guard("all workers to start", lambda: [self._own.allreduce([lengths])])
+        self._call("all workers to start", lambda: [self._group.allreduce([lengths])])
         sizes = [int(n) for n in lengths]
         mine = torch.zeros(max(sizes), dtype=torch.uint8)
         mine[: len(raw)] = raw
         mine = mine.to(self.device)
         rows = [torch.empty_like(mine) for _ in sizes]
-        self._guard("all workers to start", lambda: [self._own.allgather([rows], [mine])])
+        self._call("all workers to start", lambda: [self._group.allgather([rows], [mine])])
         return [r[:n].cpu().numpy().tobytes().decode() for r, n in zip(rows, sizes, strict=True)]
 
     def part(self) -> None:
@@ -166,12 +107,13 @@ class Group:
 
         Without it the end of one process may reset a connection that another is still reading.
         """
-        if not self.broken and self._roll:
-            self._roll.part()
-            groups = {id(group): group for group in (self._own, self._near, self._far) if group}
-            self._own = self._near = self._far = None
-            while self._store is not None and groups:
-                gloo.drop(groups.popitem()[1])
+        if not self.broken:
+            work = self._group.allreduce([torch.zeros(1, device=self.device)])
+            with contextlib.suppress(RuntimeError):  # others have gone on: they have all of it, too
+                work.wait(timedelta(seconds=_GRACE))
+            if self._ours and work.is_completed():
+                ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._group))  # see `_gloo`
+            self._group = None
         self.close()
 
     def close(self) -> None:
@@ -186,59 +128,74 @@ class Group:
                 "all of them again."
             )
 
-    def _guard(
-        self,
-        what: str,
-        start: Callable[[], Any],
-        near: bool = False,
-        meanwhile: Callable[[], object] | None = None,
-    ) -> Any:
-        """Start communication and wait for it; no other can follow one that fails.
+    def _like(self, group: dist.ProcessGroup) -> Any:
+        """Make a group of the same ranks and the same kind."""
+        backends = dict(
+            part.split(":") for part in dist.get_backend_config(group).split(",") if ":" in part
+        )
+        if backends.get("cpu") == "gloo":
+            ranks = tuple(dist.get_process_group_ranks(group))
+            _made[ranks] = _made.get(ranks, 0) + 1
+            self._store = PrefixStore(f"springline/{_made[ranks]}", group.get_group_store())
+            seconds = default_pg_timeout.total_seconds() if self.timeout is None else self.timeout
+            self._meet(seconds)
+            self._ours = True
+            return _gloo(self._store, self.rank, self.size, seconds)
+        if "cpu" not in backends:
+            self.device = torch.device(
+                next(iter(backends)), torch.accelerator.current_device_index()
+            )
+        made = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=None if self.timeout is None else timedelta(seconds=self.timeout),
+            backend=backends[self.device.type],
+            use_local_synchronization=True,
+        )
+        assert isinstance(made, dist.ProcessGroup)  # noqa: S101 - all of its ranks are in it
+        self._store = made.get_group_store()
+        return made
 
-        Args:
-            what: is waited for.
-            start: returns what to wait for.
-            near: whether it is between the ranks of this machine alone.
-            meanwhile: is called now and then.
-        """
+    def _meet(self, timeout: float) -> None:
+        """Wait until all ranks are there, which gloo would not name."""
+        self._report()
+        keys = {rank: _key(rank) for rank in range(self.size)}
+
+        def missing() -> list[int]:
+            return [rank for rank, key in keys.items() if not self._store.check([key])]
+
+        wait_until(lambda: self._store.check([*keys.values()]), missing, timeout, "the start")
+
+    def _call(self, what: str, start: Callable[[], Any]) -> Any:
+        """Start communication and wait for `what`; no other can follow one that fails."""
         self.check()
+        self._calls += 1
         try:
             started = start()
             for work in started if isinstance(started, list) else ():
-                self._wait(work, what, near, meanwhile)
-        except CenterError:  # it says all that there is to say
+                self._wait(work, what)
+        except BaseException as error:  # Ctrl-C, too, while others go on
             self.broken = True
+            if isinstance(error, RuntimeError) and not isinstance(error, CenterError):
+                raise self._failed(what, error) from error
             raise
-        except RuntimeError as error:
-            self.broken = True
-            raise self._failed(what, error, near) from error
-        except BaseException:  # Ctrl-C, while others go on
-            self.broken = True
-            raise
+        self.check()  # it may have been closed meanwhile
         return started
 
-    def _wait(
-        self, work: Any, what: str, near: bool, meanwhile: Callable[[], object] | None
-    ) -> None:
+    def _wait(self, work: Any, what: str) -> None:
         if self.device.type != "cpu":
             work.wait()
             return
         since = time.monotonic()
-        warn_at = since + WARN_EVERY
-        try:
-            while not self._is_done(work):
-                if meanwhile:
-                    meanwhile()
-                waited = time.monotonic() - since
-                if self._roll and waited > TELL:
-                    self._roll.wait_at(self._point)
-                if self.timeout is None and time.monotonic() > warn_at:
-                    warn_at += WARN_EVERY
-                    words = self.rank, what, waited, self._who(near, failed=False)
-                    _log.warning("Rank %d waits for %s since %.0f s; %s.", *words)
-        finally:
-            if self._roll:
-                self._roll.go_on()
+        report_at, warn_at = since + REPORT_AFTER, since + WARN_EVERY
+        while not self._is_done(work):
+            now = time.monotonic()
+            if now > report_at:
+                report_at = float("inf")
+                _within(_STORE_TIMEOUT, self._report)
+            if self.timeout is None and now > warn_at:
+                warn_at += WARN_EVERY
+                words = self.rank, what, now - since, self._who(grace=0)
+                _log.warning("Rank %d waits for %s since %.0f s; %s.", *words)
 
     def _is_done(self, work: Any) -> bool:
         """Wait for a moment; return whether that was enough."""
@@ -250,40 +207,76 @@ class Group:
             work.wait()  # raises what is wrong, if it was not just in time
         return True
 
-    def _failed(self, what: str, error: RuntimeError, near: bool) -> CenterError:
-        reason = str(error).strip().splitlines()[0]
-        late = "timed out" in reason.lower() or "timeout" in reason.lower()
-        who = self._who(near, failed=True)
-        advice = (
-            "A process group cannot go on without one of its ranks: end this process and start all "
-            "of them again, as `torchrun --max-restarts` does; they go on from the last checkpoint."
-        )
-        if late:
-            waited = "" if self.timeout is None else f"{self.timeout:g} s "
-            text = f"Rank {self.rank} waited {waited}for {what}; {who}."
-            return RoundTimeoutError(
-                f"{text} {advice} A larger `timeout` waits longer. Torch says: {reason}"
+    def _failed(self, what: str, error: RuntimeError) -> CenterError:
+        who, reason = self._who(_GRACE), str(error).strip().splitlines()[0]
+        if "timed out" not in reason.lower() and "timeout" not in reason.lower():
+            return CenterError(
+                f"Rank {self.rank} lost {what}; {who}. {_ADVICE} Torch says: {reason}"
             )
-        return CenterError(f"Rank {self.rank} lost {what}; {who}. {advice} Torch says: {reason}")
+        waited = "" if self.timeout is None else f"{self.timeout:g} s "
+        return RoundTimeoutError(
+            f"Rank {self.rank} waited {waited}for {what}; {who}. {_ADVICE} A larger `timeout` "
+            f"waits longer. Torch says: {reason}"
+        )
 
-    @property
-    def _point(self) -> str:
-        return f"round {self._rounds}" if self._rounds else "the start"
-
-    def _who(self, near: bool, failed: bool) -> str:
-        """Name those who give no sign that they are waiting, too.
-
-        Where the ranks of a machine meet, one of them; others are named if all of these are there.
-        """
-        missing = self._roll.missing(self._point, failed) if self._roll else None
+    def _who(self, grace: float) -> str:
+        """Say who is missing; others have `grace` seconds to report that they are not."""
+        missing = _within(grace + _STORE_TIMEOUT, lambda: self._missing(grace))
         if missing is None:
             return "which of the other ranks is missing cannot be known"
-        if near:
-            missing = [rank for rank in missing if rank in self.mates] or missing
         if missing:
             return "missing: " + ", ".join(f"rank {rank}" for rank in missing)
-        return "all ranks are there, so that it is the connection between them"
+        return "all ranks had come, so one has died since, or a connection between them is broken"
+
+    def _missing(self, grace: float) -> list[int] | None:
+        """Return the ranks that have not come to where we are; None if there is no store."""
+        if self._store is None:
+            return None
+        self._report()
+        end = time.monotonic() + grace
+        while True:
+            behind = [rank for rank in range(self.size) if self._reported(rank) < self._calls]
+            if not behind or time.monotonic() > end:
+                return behind
+            time.sleep(_PAUSE)
+
+    def _report(self) -> None:
+        """Write how many calls we have made."""
+        if self._store is not None:
+            self._store.set(_key(self.rank), str(self._calls))
+
+    def _reported(self, rank: int) -> int:
+        key = _key(rank)
+        return int(self._store.get(key)) if self._store.check([key]) else 0
 
 
-def _all_reduce(group: Any, tensors: Sequence[Tensor]) -> list[Any]:
-    return [group.allreduce([tensor]) for tensor in tensors]
+def _key(rank: int) -> str:
+    return f"springline/calls/{rank}"
+
+
+def _gloo(store: Any, rank: int, size: int, timeout: float) -> Any:
+    """Make a group of gloo that torch does not know of.
+
+    Torch names a group after how many a process has, too, so that ranks that have made different
+    numbers of them would never meet in the next one. And it keeps every group to the end of the
+    process, when a thread of a group that was just in use may still release a tensor, which ends
+    the process with SIGABRT: so `part` releases it before. Nobody else does, as that waits for its
+    threads, which may be waiting for a rank that never comes.
+    """
+    group = ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    return group
+
+
+def _within(seconds: float, ask: Callable[[], _T]) -> _T | None:
+    """Return what is answered in time; None if nothing is."""
+    answers: list[_T] = []
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError):
+            answers.append(ask())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else None

@@ -14,24 +14,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from springline.center.center import Local, Member
-from springline.center.collective.replica import Part, Row
+from springline.center.collective.replica import Row
 from springline.center.errors import CenterError, NonFiniteError
+from springline.center.layout import Run
 from springline.rules.buffers import buffer_rule
 from springline.rules.rule import LocalBlock, Rule, size
 
 if TYPE_CHECKING:
-    from springline.center.collective import CollectiveCenter
+    from springline.center.collective.center import CollectiveCenter
 
 
 @dataclass(slots=True)
 class Block:
     """The two sides of a block, and the rule for it."""
 
-    part: Part
+    run: Run
     rule: Rule
-    local: LocalBlock  # its message is a part of what is added up
+    local: LocalBlock  # its message becomes the sum over all ranks, which is the next `c`
     c: NDArray[Any]
-    total: NDArray[Any]  # the sum, which is the next `c`
     pulls: bool  # the worker moves by its own message; else it takes the next `c`
 
 
@@ -73,7 +73,7 @@ class CollectiveMember(Member):
                     raise error
                 for block in blocks:
                     if not block.pulls:
-                        block.rule.adopt(block.local, block.total, block.total)
+                        block.rule.adopt(block.local, block.local.message, block.local.message)
             finally:
                 self._busy = False
                 local.forget_gradients()
@@ -109,13 +109,12 @@ class CollectiveMember(Member):
         """Add up, and close the round."""
         center, replica = self.center, self.center.replica
         with center.group.round():
-            replica.say(self.rank, row)
-            center.add_up()
-            rows = replica.said()
+            replica.report(self.rank, row)
+            replica.add_up(center.group)
+            rows = replica.reports()
             count = sum(r.contributes for r in rows)
             if self.rule.synchronous and 0 < count < len(rows):
                 replica.scale(len(rows) / count)
-                center.group.meet()
             name = replica.overflown() if any(r.large for r in rows) else None
             counts = count > 0 or not self.rule.synchronous
             center.close_round(rows, changed=counts and name is None)
@@ -170,7 +169,7 @@ class CollectiveMember(Member):
         return self._blocks[self.center.replica.next]
 
     def _non_finite(self, block: Block) -> NonFiniteError:
-        x, run = block.local.x, block.part.run
+        x, run = block.local.x, block.run
         with np.errstate(all="ignore"):
             wrong = ~np.isfinite(x - block.c) if block.pulls else ~np.isfinite(x)
         first = int(np.argmax(wrong)) * x.itemsize
@@ -186,23 +185,20 @@ class CollectiveMember(Member):
         if self._busy:
             raise CenterError(f"Rank {self.rank} is in the middle of an exchange.")
         self.center.check_process()
-        self.center.group.check()  # mates may still read where we would write
+        self.center.group.check()  # before elastic averaging moves the worker
 
     def _bind(self, local: Local) -> None:
         """Lay the worker's buffers beside the center's blocks, for either place of `c`."""
         replica = self.center.replica
         rules = {"parameter": self.rule, "buffer": buffer_rule(self.rule)}
 
-        def bind(part: Part, following: int) -> Block:
-            message = replica.messages[following][part.kind][part.place]
-            mine = LocalBlock(part.run.view(local.x), message)
+        def bind(run: Run, following: int) -> Block:
+            mine = LocalBlock(run.view(local.x), run.view(replica.buffers[following]))
             if local.copy is not None:
-                mine.copy = part.run.view(local.copy)
-            rule = rules[part.run.kind]
-            total = replica.buffers[following][part.kind][part.place]
-            c = replica.buffers[1 - following][part.kind][part.place]
-            pulls = part.run.kind == "parameter" and not rule.synchronous
-            return Block(part, rule, mine, c, total, pulls)
+                mine.copy = run.view(local.copy)
+            rule = rules[run.kind]
+            pulls = run.kind == "parameter" and not rule.synchronous
+            return Block(run, rule, mine, run.view(replica.buffers[1 - following]), pulls)
 
-        self._blocks = [[bind(part, following) for part in replica.parts] for following in (0, 1)]
+        self._blocks = [[bind(run, following) for run in replica.blocks] for following in (0, 1)]
         self._bound = local

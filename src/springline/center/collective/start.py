@@ -2,31 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from springline.center.center import check_settings
+from springline.center.collective.group import Group
 from springline.center.errors import CenterError, LayoutError, SettingsError
 from springline.center.layout import Layout
+from springline.center.plan import Plan
 from springline.rules.rule import Rule
 
-if TYPE_CHECKING:
-    from springline.center.collective import CollectiveCenter
+
+def agree(group: Group, plan: Plan, prepare: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Compare this rank with all others.
+
+    Args:
+        group: its ranks; all of them must.
+        plan: this rank's, the same on all of them.
+        prepare: what is to be done before; if it raises on one rank, all of them refuse.
+
+    Returns:
+        What `prepare` has returned on rank 0.
+    """
+    mine: dict[str, Any] = {"layout": plan.layout.to_json(), "settings": plan.settings}
+    found: Exception | None = None
+    try:
+        mine |= prepare()
+    except Exception as error:  # the others are told, whatever it is
+        found = error
+        mine["error"] = str(error)
+    all_ranks = [json.loads(text) for text in group.gather(json.dumps(mine))]
+    try:
+        for rank, other in enumerate(all_ranks):
+            _compare(rank, other, all_ranks[0])
+    except CenterError as error:
+        group.part()  # all ranks do
+        raise (found or error) from None
+    first: dict[str, Any] = all_ranks[0]
+    return first
 
 
-def check_rule(center: CollectiveCenter, rule: Rule) -> None:
-    """Refuse a rule that this kind of center does not take, or that is for other numbers."""
-    if not center.takes(rule):
+def check_rule(rule: Rule, taken: bool, ranks: int) -> None:
+    """Refuse a rule that is not taken here, or that is for other numbers."""
+    if not taken:
         raise SettingsError(
             f"The rule {rule.name!r} is asynchronous, but in a process group all ranks exchange at "
             "once, which only averaging and elastic averaging can. Start the script with "
             "`springline run`: its shared center takes every rule, and so does that on a Ray "
             "cluster (`--address`)."
         )
-    if rule.workers != center.group.size:
+    if rule.workers != ranks:
         raise SettingsError(
-            f"The rule has workers={rule.workers}, but the process group has {center.group.size} "
-            "ranks."
+            f"The rule has workers={rule.workers}, but the process group has {ranks} ranks."
         )
 
 
@@ -40,7 +68,7 @@ def check_goes_on(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     check_settings(ours, its)
 
 
-def compare(rank: int, other: dict[str, Any], first: dict[str, Any]) -> None:
+def _compare(rank: int, other: dict[str, Any], first: dict[str, Any]) -> None:
     """Refuse a rank that differs from rank 0; all ranks find the same one."""
     if "error" in other:
         raise CenterError(f"Rank {rank} could not start: {other['error']}")
