@@ -20,7 +20,7 @@ from collective_worker import Case, Times, measure
 from rich.console import Console
 
 FULL = [Case(25_000_000, ranks, rounds=20) for ranks in (2, 4)]
-QUICK = [Case(300_000, ranks=2, rounds=3)]  # more than 1 MB: else all-reduces are made
+QUICK = [Case(300_000, ranks=2, rounds=3)]
 
 
 def timed(case: Case) -> list[Times]:

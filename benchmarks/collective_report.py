@@ -24,8 +24,8 @@ COLUMNS = (
     "exchange, ms",
     "÷ bare",
     "quartiles",
-    "adding up, ms",
-    "before and after, ms",
+    "its all-reduce, ms",
+    "passes over memory, ms",
     "in memcpys",
 )
 COLOURS = {"averaging": "#c8553d", "elastic": "#1f6fb2"}
@@ -129,7 +129,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             panel.set_title(f"{ranks} ranks; dashed: {TARGET:g} times bare", fontsize=9.5)
             panel.set_axisbelow(True)
             panel.grid(axis="y", color="#e4e4e4", linewidth=0.8)
-        panels[0].set_ylabel("ms (pale: before and after adding up)")
+        panels[0].set_ylabel("ms (pale: passes over memory)")
         figure.savefig(path)
 
 
@@ -150,19 +150,9 @@ def _load(load: float) -> str:
 _READING = """\
 Every rank is a process on this machine. In each round all of them make a bare `all_reduce` of a
 buffer of the same size, an exchange of model averaging and one of elastic averaging, each after a
-barrier; who is first changes. Figures are medians over all ranks and rounds. *Adding up* is from
-where a rank has written what it contributes to where the sum of all is there, waiting for the
-others included. *Before and after* is the rest of an exchange: `x` is divided and written into the
-memory that the ranks share, and looked through for NaN on the way (averaging), or `δ` is made and
-`x` moved (elastic); and under averaging the sum is copied to `x`. The center itself is never
-copied: the buffer in which the sum comes to be is the next center. *In memcpys* is that time over a
-memcpy of the model by all ranks at once.
-
-The bare `all_reduce` is gloo's, over this machine's loopback, on which "sending" is a copy into the
-kernel and one out of it. An exchange sends nothing here but a few bytes with which ranks wait for
-each other: each adds up its share of what all have written, where it was written. That is how an
-exchange, which does more than an all-reduce, can take less time. Between machines one rank of each
-makes the same all-reduce as a bare one does, only of fewer ranks, and what is before and after
-stays what it is: over a network of 10 Gbit/s 100 MB between two machines take 80 ms for the wire
-alone, at 1 Gbit/s 800 ms. A rank that is alone on its machine does as much before and after as
-here, and its all-reduce is the bare one."""
+barrier; who is first changes. Figures are medians over all ranks and rounds. *Passes over memory*
+is what is left of an exchange without its own all-reduce: `x` is divided and written into the
+buffer that is sent, and looked through for NaN on the way (averaging), or `δ` is made and `x` moved
+(elastic); and under averaging the sum is copied to `x`. The center itself is never copied: the
+buffer in which the sum arrives is the next center. *In memcpys* is that time over a memcpy of the
+model by all ranks at once."""

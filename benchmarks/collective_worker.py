@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from springline import ElasticAverage, ModelAverage, Worker
 from springline.center.collective import Collective, CollectiveCenter
+from springline.center.collective.group import Group
 from springline.rules import Rule
 
 NEVER = 10**12  # a period: the benchmark calls `exchange` itself
@@ -38,7 +39,7 @@ class Times:
     bare: list[float] = field(default_factory=list)
     memcpy: list[float] = field(default_factory=list)  # of as many bytes
     exchange: dict[str, list[float]] = field(default_factory=dict)
-    adding: dict[str, list[float]] = field(default_factory=dict)  # the exchange's own adding up
+    adding: dict[str, list[float]] = field(default_factory=dict)  # the exchange's own all-reduce
 
 
 def measure(case: Case, rank: int, store: str) -> Times:
@@ -87,15 +88,15 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def _timed_adding(worker: Worker) -> list[float]:
-    """Let a worker's adding up be timed; return where its seconds go."""
+    """Let a worker's all-reduces be timed; return where their seconds go."""
     center, seconds = worker.center, list[float]()
     assert isinstance(center, CollectiveCenter)
-    plain = center.add_up
+    plain = center.replica.add_up
 
-    def timed() -> None:
+    def timed(group: Group) -> None:
         start = time.perf_counter()
-        plain()
+        plain(group)
         seconds.append(time.perf_counter() - start)
 
-    center.add_up = timed  # type: ignore[method-assign]
+    center.replica.add_up = timed  # type: ignore[method-assign]
     return seconds
