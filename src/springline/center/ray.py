@@ -130,38 +130,52 @@ class RayCenter(ServedCenter):
     def open(cls, name: str, address: str | None = None) -> RayCenter:
         """Open a center that is there, whatever its model: to read, to save, to watch."""
         connect(address)
-        nobody = CenterError(f"There is no center {name!r} on the cluster.")
         try:
             head = find(head_name(name))
             look = Call(head_peer(name, head), "look").result()
             count = look.description["shards"] if look else 0
             handles = [find(shard_name(name, k)) for k in range(count)]
         except (CenterError, ValueError) as error:  # it may end this very moment
-            raise nobody from error
+            raise _nobody(name) from error
         if look is None:
-            raise nobody
+            raise _nobody(name)
         return cls(name, look.description, [head, *handles])
 
     def retire(self) -> None:
         """Save every shard to the storage, and end the center's actors."""
         self.close()
-        deadline = time.monotonic() + _RETIRING
+        retire(self.name)
 
-        def check() -> None:
-            if time.monotonic() > deadline:
-                raise CenterError(f"The center {self.name!r} could not be saved and ended in time.")
 
-        call = Call(self.head, "retire", check=check)
-        with contextlib.suppress(EndedError):  # the head has ended before it could answer
-            failed = call.result()
-            if failed:
-                more = f" (and of {len(failed) - 1} more)" if failed[1:] else ""
-                _log.warning(
-                    "The storage is behind, and so is who goes on from it: no last checkpoint of "
-                    "%s%s",
-                    failed[0],
-                    more,
-                )
+def retire(name: str) -> None:
+    """Save and end what there is of a center.
+
+    Raises:
+        CenterError: there is nothing, or it does not answer.
+    """
+    deadline = time.monotonic() + _RETIRING
+
+    def check() -> None:
+        if time.monotonic() > deadline:
+            raise CenterError(f"The center {name!r} could not be saved and ended in time.")
+
+    try:
+        call = Call(head_peer(name, find(head_name(name))), "retire", check=check)
+    except ValueError as error:
+        raise _nobody(name) from error
+    with contextlib.suppress(EndedError):  # the head has ended before it could answer
+        failed = call.result()
+        if failed:
+            more = f" (and of {len(failed) - 1} more)" if failed[1:] else ""
+            _log.warning(
+                "The storage is behind the center that was saved here: no final checkpoint of %s%s",
+                failed[0],
+                more,
+            )
+
+
+def _nobody(name: str) -> CenterError:
+    return CenterError(f"There is no center {name!r} on the cluster.")
 
 
 def _claim(about: tuple[Any, ...], who: str, workers: int) -> tuple[Any, Any]:
@@ -171,7 +185,8 @@ def _claim(about: tuple[Any, ...], who: str, workers: int) -> tuple[Any, Any]:
     """
     name, deadline = about[0], 0.0
     while True:
-        head = make_actor(RayHead, head_name(name), _CALLS + 2 * workers, "SPREAD", *about)
+        options = {"max_concurrency": _CALLS + 2 * workers, "scheduling_strategy": "SPREAD"}
+        head = make_actor(RayHead, head_name(name), options, *about)
         try:
             return head, Call(head_peer(name, head), "claim", who).result()
         except EndedError:

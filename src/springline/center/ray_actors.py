@@ -9,14 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from springline.center.errors import CenterError, EndedError
-from springline.center.layout import Bytes
 from springline.center.ray_peer import (
     NAMESPACE,
     PAUSE,
     NodeAffinitySchedulingStrategy,
     RayError,
     RayPeer,
-    Stored,
     door,
     find,
     head_name,
@@ -33,7 +31,6 @@ from springline.rules.rule import Rule
 
 _SAVING = 60.0  # seconds that a shard may take to write itself for the last time
 _FIRST = 120.0  # seconds that the first member may take to come, at least
-_INLINE = 100_000  # bytes that Ray sends along with an answer
 _CALLS = 16  # at once in a shard. None waits for one that is still to come: others queue in Ray.
 _log = logging.getLogger("springline")
 
@@ -44,16 +41,6 @@ class RayShard(Shard):
     def __ray_shutdown__(self) -> None:
         """Write a final checkpoint: on SIGTERM Ray lets running calls end, and then calls this."""
         self.save()
-
-    def in_life(self) -> str:
-        """Return what is drawn anew whenever the shard is started."""
-        return self.life
-
-    def copy(self, center: Bytes) -> Any:
-        """Copy into Ray's object store: Ray would copy a copy once more. What is small is sent."""
-        if len(center) > _INLINE:
-            return Stored(ray.put(center), self.life)
-        return super().copy(center)
 
 
 class RayHead(Head):
@@ -174,12 +161,15 @@ def make_shards(name: str, rule: Rule, description: Mapping[str, Any]) -> None:
     nodes = sorted(node["NodeID"] for node in homes())
     places = [NodeAffinitySchedulingStrategy(node, soft=True) for node in nodes]
     for k in range(description["shards"]):
+        options = {"scheduling_strategy": places[k % len(places)], "max_concurrency": _CALLS}
+        if not storage:
+            options["max_restarts"] = 0  # it would come back empty
         given = plan, rule, k, asked, storage, tuple(every)
-        make_actor(RayShard, shard_name(name, k), _CALLS, places[k % len(places)], *given)
+        make_actor(RayShard, shard_name(name, k), options, *given)
 
 
-def make_actor(kind: type, name: str, concurrency: int, where: Any, *arguments: Any) -> Any:
-    """Make an actor, or find the one of that name."""
+def make_actor(kind: type, name: str, given: Mapping[str, Any], *arguments: Any) -> Any:
+    """Make an actor with these options beside ours, or find the one of that name."""
     options = {
         "name": name,
         "namespace": NAMESPACE,
@@ -189,8 +179,7 @@ def make_actor(kind: type, name: str, concurrency: int, where: Any, *arguments: 
         "memory": 1,  # of an actor that asks for nothing at all, Ray minds no place
         "max_restarts": -1,
         "max_task_retries": 0,
-        "max_concurrency": concurrency,
-        "scheduling_strategy": where,
+        **given,
     }
     with door.inside():
         return ray.remote(kind).options(**options).remote(*arguments)

@@ -8,21 +8,17 @@ import contextlib
 import os
 import socket
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from springline.center.errors import CenterError, EndedError
 from springline.center.ray_door import Door
-from springline.center.served.messages import Reply
 from springline.center.served.peer import NotHereError, PeerLostError
 
 try:
     import ray as ray  # for whoever needs it: here it is said how to install it
     from ray.exceptions import (
-        GetTimeoutError,
         ObjectLostError,
         RayActorError,
         RayTaskError,
@@ -69,7 +65,6 @@ class RayPeer:
         self.name = name
         self.actor = actor
         self._handle = handle
-        self._probe: Any = None  # the question which life it is in, until it is answered
 
     def ask(self, method: str, *arguments: Any) -> _Pending:
         """Begin a call."""
@@ -92,19 +87,6 @@ class RayPeer:
         with door.inside():
             getattr(self._handle, method).options(num_returns=0).remote(*arguments)
 
-    def has_restarted(self, life: str) -> bool:
-        """Whether a shard is known to be in another life than that one; does not wait."""
-        try:
-            with door.inside():
-                probe = self._probe = self._probe or self._handle.in_life.remote()
-                now = ray.get(probe, timeout=0)
-        except GetTimeoutError:
-            return False  # it is away, or has not answered yet
-        except RayActorError:
-            now = life  # ask again
-        self._probe = None
-        return bool(now != life)
-
     def lost(self, error: Exception) -> Exception:
         """Return what a call to an actor that is gone raises: whether it comes back, or not."""
         lines = [line for line in str(error).splitlines() if line.strip()]
@@ -126,58 +108,19 @@ class _Pending:
     def __init__(self, peer: RayPeer, ref: Any) -> None:
         self._peer = peer
         self._ref = ref
-        self._answer: Any = None
 
     def result(self, timeout: float) -> Any:
-        deadline = time.monotonic() + timeout
+        # We wait before we get: a `ray.get` that runs out of time throws away what has already come
+        # over the network, and what takes longer than that would never be here.
         try:
-            self._answer = _get(self._ref, deadline)
-            return _whole(self._answer, deadline)
-        except NotHereError as error:
-            if self._is_lost():
-                raise PeerLostError("it was started again before its answer was here") from error
-            raise
+            with door.inside():
+                if not ray.wait([self._ref], timeout=timeout, fetch_local=True)[0]:
+                    raise NotHereError
+                return ray.get(self._ref)
         except RayTaskError as error:
             raise (error.cause if isinstance(error.cause, Exception) else error) from None
         except (RayActorError, ObjectLostError) as error:
             raise self._peer.lost(error) from error
-
-    def _is_lost(self) -> bool:
-        """Whether the answer's data has gone with its shard: Ray may take minutes to notice."""
-        data = getattr(self._answer, "data", None)
-        return isinstance(data, Stored) and self._peer.has_restarted(data.life)
-
-
-@dataclass(frozen=True)
-class Stored:
-    """What stands for an answer's data: where it is, and the life of the shard that put it there.
-
-    The life is drawn by a shard when it starts.
-    """
-
-    ref: Any
-    life: str
-
-
-def _whole(answer: Any, deadline: float) -> Any:
-    """Return an answer with its data, for which a reference may stand."""
-    if isinstance(answer, Reply) and isinstance(answer.data, Stored):
-        return replace(answer, data=_get(answer.data.ref, deadline))
-    return answer
-
-
-def _get(ref: Any, deadline: float) -> Any:
-    """Return what a reference stands for, or raise NotHereError.
-
-    We wait before we get: a `ray.get` that runs out of time throws away what has already come over
-    the network, and what takes longer than that would never be here.
-    """
-    with door.inside():
-        left = max(0.0, deadline - time.monotonic())
-        ready, _ = ray.wait([ref], timeout=left, fetch_local=True)
-        if not ready:
-            raise NotHereError
-        return ray.get(ref)
 
 
 def _recorded() -> str | None:
@@ -269,7 +212,8 @@ def shards_named(name: str) -> dict[str, Any]:
 
 def homes() -> list[dict[str, Any]]:
     """Return the nodes that shards are for: those that were started for it, or all."""
-    nodes = [node for node in ray.nodes() if node["Alive"]]
+    util: Any = ray  # `nodes` has no types
+    nodes = [node for node in util.nodes() if node["Alive"]]
     return [node for node in nodes if node["Resources"].get(CENTER)] or nodes
 
 

@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 
 from springline.center import CenterError, CheckpointError
 from springline.center.checkpoint import newest
-from springline.center.ray import RayCenter
+from springline.center.ray import RayCenter, retire
 from springline.center.ray_peer import door
 from springline.center.served.founding import find_center
 from springline.center.served.head import GRACE
@@ -190,6 +190,8 @@ class RayKeeper(Keeper):
             replace(self._last, members=[]).write(self._directory / CENTER)
 
     def _left(self) -> Path | None:
+        with contextlib.suppress(CenterError):  # there is nothing
+            retire(self._name)
         saved = newest(self._checkpoint)
         if self.saved == self._before or saved is None:  # no worker has come in this launch
             return super()._left()

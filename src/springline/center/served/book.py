@@ -22,7 +22,6 @@ class Book:
         steps: of each rank, before this center.
 
     Attributes:
-        had: exchanges that were in the checkpoint from which the shard went on.
         lost: exchanges that ranks had made before the shard was restarted and that were not.
     """
 
@@ -31,7 +30,6 @@ class Book:
         self._turns: dict[int, threading.Lock] = {}
         self._restarted = False
         self._heard: set[int] = set()  # ranks that have exchanged since the restart
-        self.had = 0
         self.lost = 0
         self._table = threading.Lock()  # of the dictionaries above
 
@@ -40,7 +38,7 @@ class Book:
         """Read what `to_json` wrote."""
         book = cls()
         book._rows = {int(rank): Row(*row) for rank, row in rows.items()}
-        book._restarted, book.had = True, sum(row.exchanges for row in book._rows.values())
+        book._restarted = True
         return book
 
     def to_json(self) -> dict[str, Any]:

@@ -43,25 +43,19 @@ class Sender:
 
 @dataclass(frozen=True)
 class Trouble:
-    """What a shard has to tell whoever watches.
+    """What a shard has to report to whoever watches.
 
     Args:
         life: another one whenever it is started.
         failed: why its last checkpoint could not be written, if it could not.
-        lost: exchanges that it had applied before it was started again, and has not any more.
-        had: exchanges that it still has of those before.
-        as_of: when the last of these was, in seconds since the epoch.
-        began: when it was started.
-        broken: why it cannot go on, if it cannot: what it held is nowhere any more.
+        lost: exchanges that it had applied before it was restarted, and has not any more.
+        as_of: when the last was that it still has of those, in seconds since the epoch.
     """
 
     life: str
     failed: str | None
     lost: int
-    had: int
     as_of: float
-    began: float
-    broken: str | None
 
 
 @dataclass(frozen=True)

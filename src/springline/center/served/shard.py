@@ -64,8 +64,7 @@ class Shard:
         self._merger = Merger(self._plan, rule, runs, self._center, arrays_of(entries, self._state))
         self._ready = False
         self.life = uuid.uuid4().hex
-        self._began = time.time()
-        self._as_of = self._back_to = self._began  # the last exchange; the last before this life
+        self._as_of = self._back_to = time.time()  # the last exchange; the last before this life
         self._book = Book()
         self._replies = Replies()
         self._slots = Slots()
@@ -101,7 +100,7 @@ class Shard:
         self._check_ready()
         with self._book.alone(sender), self._locked():
             if self._book.applied(sender):
-                return self._replies.to(sender) or Reply(self.copy(self._center), forgotten=True)
+                return self._replies.to(sender) or Reply(self._center.copy(), forgotten=True)
             self._replies.forget(sender.rank)
             reply = self._apply(message)
             if self._rule.adopts_message or reply.refused is not None:
@@ -141,14 +140,14 @@ class Shard:
                 self._mean = None
             self._note(sender)
             if self._mean is None:
-                self._mean = Reply(self.copy(self._center))
+                self._mean = Reply(self._center.copy())
             return self._mean
 
     def read(self) -> Reply:
         """Return a copy of this part of the center."""
         self._check_ready()
         with self._locked():
-            return Reply(self.copy(self._center))
+            return Reply(self._center.copy())
 
     def read_all(self) -> tuple[Bytes, Bytes]:
         """Return copies of this part of the center and of the outer optimizer's state."""
@@ -171,8 +170,7 @@ class Shard:
         """Return what whoever watches should know of."""
         failed = self._checkpoints.failed if self._checkpoints else None
         lost = 0 if self._rule.synchronous else self._book.lost  # rounds are made again
-        broken = None if self._ready or self._checkpoints else str(self._problem)
-        return Trouble(self.life, failed, lost, self._book.had, self._back_to, self._began, broken)
+        return Trouble(self.life, failed, lost, self._back_to)
 
     def _collect(self) -> Saved:
         """Return what a checkpoint holds.
@@ -191,15 +189,9 @@ class Shard:
     def _apply(self, message: Message) -> Reply:
         if not self._rule.adopts_message:
             refused = self._merger.apply(message, self._center)
-            return Reply(self.copy(self._center), refused)
-        # Without locks `c` may move meanwhile; both sides then use the same copy of it.
-        before = self._center if self._plan.use_locking else self._center.copy()
-        data = self.copy(before)
-        return Reply(data, self._merger.apply(message, before))
-
-    def copy(self, center: Bytes) -> Any:
-        """Return a copy of this part of the center as it is sent to workers."""
-        return center.copy()
+            return Reply(self._center.copy(), refused)
+        before = self._center.copy()  # both sides use it; without locks `c` may move meanwhile
+        return Reply(before, self._merger.apply(message, before))
 
     def _check(self, sender: Sender) -> None:
         self._check_ready()
