@@ -16,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # whatever token this machine has
 PORT = 6379
 NETWORK = "10.77.0"
 NODE = ("--num-cpus=2", "--object-store-memory=150000000", "--disable-usage-stats")

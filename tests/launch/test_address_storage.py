@@ -44,9 +44,9 @@ def test_a_shard_that_dies_without_a_storage_ends_the_run(train, command, run, t
     assert "; the one on its cluster may be newer) is in " in exported.output
     os.kill(pid_of(actors_of(name)["shard-0"]), signal.SIGKILL)
     assert running.wait(PATIENCE) == 1, running.output
-    assert "has no checkpoint to go on from. Start a new run, with a storage" in running.output
-    assert "it is taken from its last checkpoint here" in running.output
-    assert "Shards of the center: 1, as this model cannot be cut into 2." in running.output
+    assert "its part is kept nowhere (`--storage none`): the run ends." in running.output
+    assert "it is taken from its last copy here" in running.output
+    assert "The center has 1 shard: this model cannot be cut into 2." in run.log(0) + run.log(1)
     assert [worker.restarts for worker in run.state.workers] == [0, 0]
     wait_for(lambda: actors_of(name) == {}, PATIENCE)
     kept = load_file(copy)["center/w"]
@@ -61,6 +61,6 @@ def test_a_storage_that_is_behind_at_the_end_is_said(train, run, tmp_path):
     place.rename(tmp_path / "away")
     place.write_text("a file, where no checkpoint can be")
     assert running.wait(PATIENCE) == 0, running.output
-    said = "The storage is behind, and so is who goes on from it: no last checkpoint of "
+    said = "The storage is behind the center that was saved here: no final checkpoint of "
     assert f"{said}{center_name(run.path)}/shard-0: Cannot read {place}" in running.output
     assert (load_file(run.path / "center.safetensors")["w"] > 0).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 import zlib
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,7 @@ from springline.center.served.peer import Call
 from springline.center.served.storage import Storage
 from springline.rules.rule import Rule
 
+_log = logging.getLogger("springline")
 _PROCESS = 150e6  # bytes of memory that an actor's process takes, beside what it holds
 _SHARD = 256e6  # bytes of the center that a shard holds at most, by default
 _SEEN = 10.0  # seconds until what was written on one machine is seen on another
@@ -70,6 +72,9 @@ class Maker:
         plan = self._plan
         asked = _how_many(plan, self._rule, shards, saved=storage is not None)
         parts, version, steps = first_parts(plan, values, asked, restore)
+        if len(parts) < (shards or 0):
+            has = f"{len(parts)} shard{'s' * (len(parts) > 1)}"
+            _log.warning("The center has %s: this model cannot be cut into %d.", has, shards)
         description = {
             "name": self._name,
             "plan": plan.to_json(),
