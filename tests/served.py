@@ -157,8 +157,8 @@ def worker(service, rule=None, rank=0, values=None, **options):
     return Worker(given, rule or service.rule, service.open(), rank, **options)
 
 
-def message(rank, number, value=0.0, incarnation=1, size=5):
+def message(rank, number, value=0.0, incarnation=1):
     """What a worker sends of up to two parameters."""
     sender = Sender(rank, incarnation, number, number, number, 0.0)
-    data = np.full(size, value, np.float32).view(np.uint8)
+    data = np.full(5, value, np.float32).view(np.uint8)
     return Message(sender, data, 1, np.ones(2, bool), np.ones(2))
