@@ -128,8 +128,8 @@ class Service:
             "shards": len(parts),
             "base": version,
         }
-        assert Call(self.head, "claim", "test").result() is None
-        assert Call(self.head, "publish", "test", self.description).result()
+        assert Call(self.head, "find").result() is None
+        Call(self.head, "publish", self.description).result()
 
     def new_head(self):
         async def ask_rows(_):

@@ -110,24 +110,13 @@ def test_a_storage_belongs_to_one_center(serve, tmp_path):
     service = serve(ElasticAverage(), storage=place)
     Storage(place).write("head", service.description | {"name": "one"})
 
-    def claim(name):
+    def find(name):
         service.head.target = Head(None, place, name=name)
-        return Call(service.head, "claim", "somebody").result()
+        return Call(service.head, "find").result()
 
     with pytest.raises(CenterError, match="belongs to the center 'one'; this one is 'other'"):
-        claim("other")
-    assert claim("one")["plan"] == service.description["plan"]
-
-
-def test_only_one_publishes(serve, monkeypatch):
-    service = serve(ElasticAverage())
-    service.head.target = service.new_head()
-    monkeypatch.setattr("springline.center.served.founding._LEASE", -1.0)
-    for who in ("slow", "quick"):
-        assert Call(service.head, "claim", who).result() is None
-    assert Call(service.head, "publish", "slow", service.description).result() is False
-    assert Call(service.head, "publish", "quick", service.description).result() is True
-    assert Call(service.head, "claim", "slow").result() == service.description
+        find("other")
+    assert find("one")["plan"] == service.description["plan"]
 
 
 def unreadable(monkeypatch):
@@ -163,9 +152,9 @@ def test_a_head_reads_its_storage_again_if_it_could_not(serve, tmp_path, monkeyp
     end = unreadable(monkeypatch)
     service.head.target = service.new_head()
     with pytest.raises(CheckpointError, match="stale file handle"):
-        Call(service.head, "claim", "another").result()
+        Call(service.head, "find").result()
     end()
-    found = Call(service.head, "claim", "another").result()
+    found = Call(service.head, "find").result()
     assert found == service.description | {"storage": str(tmp_path / "store")}
 
 

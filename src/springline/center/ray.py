@@ -9,38 +9,43 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
+
+import numpy as np
 
 from springline.center.center import check_layout, check_settings
 from springline.center.errors import CenterError, EndedError
 from springline.center.layout import Layout
 from springline.center.plan import Plan
 from springline.center.ray_actors import RayHead, make_actor
-from springline.center.ray_making import Maker, OutrunError, digest, find_shards
 from springline.center.ray_peer import (
     NAMESPACE,
     PAUSE,
-    RayPeer,
     connect,
     find,
     head_name,
     head_peer,
+    homes,
+    ray,
     shard_name,
     shard_peers,
 )
-from springline.center.served.center import ServedCenter
+from springline.center.served.book import KEPT
+from springline.center.served.center import ServedCenter, first_parts
 from springline.center.served.head import GRACE
+from springline.center.served.messages import cut
 from springline.center.served.peer import Call
 from springline.rules.rule import Rule
 
 _log = logging.getLogger("springline")
 __all__ = ["NAMESPACE", "RayCenter", "connect"]
 LINGER = 600.0  # seconds without a member after which a center saves itself and retires
+_PROCESS = 150e6  # bytes of memory that an actor's process takes, beside what it holds
+_SHARD = 256e6  # bytes of the center that a shard holds at most, by default
 _CALLS = 1000  # that a head bears at once, beside two of each worker: to wait, and to be heard
 _ENDING = 30.0  # seconds that a head may take to be gone
 _RETIRING = 300.0  # seconds that saving all shards may take
@@ -99,16 +104,16 @@ class RayCenter(ServedCenter):
         if storage and "://" not in storage:
             storage = str(Path(storage).absolute())
         plan = Plan.of(layout, rule, use_locking)
-        about, who = (name, storage, grace, linger), uuid.uuid4().hex
-        while (claimed := _claim(about, who, plan.workers))[1] is None:
-            peer = head_peer(name, claimed[0])
-            with _at_it(peer, who), contextlib.suppress(OutrunError):
-                if join:
-                    raise _gone(name, storage)
-                maker = Maker(name, plan, rule, peer, who)
-                made = maker.make(values, restore, shards, storage, every)
-                Call(peer, "publish", who, made).result()
-        head, description = claimed
+        about = (name, storage, grace, linger), plan.workers
+        head, description = _call_head(*about, "open")
+        if description is None:
+            asked = restore, shards, storage, every, join
+            try:
+                made = _new_center(name, plan, rule, values, *asked)
+            except BaseException:
+                head_peer(name, head).tell("abandon")
+                raise
+            head, description = _call_head(*about, "create", rule, *made)
         if storage and storage != description["storage"]:
             raise CenterError(
                 f"The center {name!r} keeps its checkpoints {_where(description['storage'])}; this "
@@ -118,9 +123,10 @@ class RayCenter(ServedCenter):
         held = Plan.from_json(description["plan"])
         check_layout(held.layout, layout)
         check_settings(held.settings, plan.settings)
-        handles = find_shards(name, rule, head_peer(name, head), description)
+        Call(head_peer(name, head), "make_shards", rule).result()
+        handles = [find(shard_name(name, k)) for k in range(description["shards"])]
         center = cls(name, description, [head, *handles])
-        version, same = center.version, description["digest"] == digest(layout, values)
+        version, same = center.version, description["digest"] == _digest(layout, values)
         if version or not same:
             replaced = "" if same else ": its values replace this worker's own"
             _log.warning("Joined the center %s at version %d%s.", name, version, replaced)
@@ -178,52 +184,91 @@ def _nobody(name: str) -> CenterError:
     return CenterError(f"There is no center {name!r} on the cluster.")
 
 
-def _claim(about: tuple[Any, ...], who: str, workers: int) -> tuple[Any, Any]:
-    """Return the head, and what it says of the center; None if that is for us to make.
+def _call_head(
+    about: tuple[Any, ...], workers: int, method: str, *arguments: Any
+) -> tuple[Any, Any]:
+    """Call the head, which is made if it is not there; return it, and what it answers.
 
     A head that is just ending, because its center was ended or could not be made, is waited for.
     """
-    name, deadline = about[0], 0.0
+    name, deadline = about[0], time.monotonic() + _ENDING
+    options = {"max_concurrency": _CALLS + 2 * workers, "scheduling_strategy": "SPREAD"}
     while True:
-        options = {"max_concurrency": _CALLS + 2 * workers, "scheduling_strategy": "SPREAD"}
         head = make_actor(RayHead, head_name(name), options, *about)
         try:
-            return head, Call(head_peer(name, head), "claim", who).result()
+            return head, Call(head_peer(name, head), method, *arguments).result()
         except EndedError:
-            deadline = deadline or time.monotonic() + _ENDING
             if time.monotonic() > deadline:
                 raise
         time.sleep(PAUSE)
 
 
-@contextlib.contextmanager
-def _at_it(head: RayPeer, who: str) -> Iterator[None]:
-    """Say again and again that we are making the center; let another, if we could not."""
-    done = threading.Event()
-
-    def say() -> None:
-        while not done.wait(5.0):
-            head.tell("claim", who)
-
-    threading.Thread(target=say, name="springline claim", daemon=True).start()
-    try:
-        yield
-    except BaseException:
-        done.set()  # or it would be claimed again
-        with contextlib.suppress(EndedError):
-            Call(head, "release", who).result()
-        raise
-    finally:
-        done.set()
-
-
-def _gone(name: str, storage: str | None) -> EndedError:
-    where = f"is not in {storage} any more" if storage else "was kept nowhere"
-    return EndedError(
-        f"The center {name!r} is gone, and {where}: the run cannot go on. Start a new one, with a "
-        "storage (`--storage`) that all machines see."
-    )
+def _new_center(
+    name: str,
+    plan: Plan,
+    rule: Rule,
+    values: Mapping[str, Any],
+    restore: str | Path | None,
+    shards: int | None,
+    storage: str | None,
+    every: tuple[int, float],
+    join: bool,
+) -> tuple[dict[str, Any], list[Any], list[int]]:
+    """Return what a head needs to make a center: what it is, references to its parts, steps."""
+    if join:
+        where = f"is not in {storage} any more" if storage else "was kept nowhere"
+        raise EndedError(
+            f"The center {name!r} is gone, and {where}: the run cannot go on. Start a new one, "
+            "with a storage (`--storage`) that all machines see."
+        )
+    asked = _how_many(plan, rule, shards, saved=storage is not None)
+    parts, version, steps = first_parts(plan, values, asked, restore)
+    if len(parts) < (shards or 0):
+        has = f"{len(parts)} shard{'s' * (len(parts) > 1)}"
+        _log.warning("The center has %s: this model cannot be cut into %d.", has, shards)
+    description = {
+        "name": name,
+        "plan": plan.to_json(),
+        "asked": asked,
+        "shards": len(parts),
+        "base": version,
+        "digest": _digest(plan.layout, values),
+        "storage": storage,
+        "every": list(every),
+    }
+    return description, [[ray.put(array) for array in part] for part in parts], steps
 
 
 def _where(storage: str | None) -> str:
     return f"in {storage}" if storage else "nowhere"
+
+
+def _digest(layout: Layout, values: Mapping[str, Any]) -> int:
+    """Return a checksum of a worker's own values."""
+    digest = 0
+    for entry in layout.entries:
+        value: Any = np.ascontiguousarray(values[entry.name], entry.center_dtype)
+        digest = zlib.crc32(value.reshape(-1).view(np.uint8), digest)
+    return digest
+
+
+def _how_many(plan: Plan, rule: Rule, shards: int | None, saved: bool) -> int:
+    """Return into how many shards to cut a center; refuse more than there is memory for."""
+    nodes = homes()
+    held = plan.layout.nbytes + plan.state_nbytes
+    if shards is None:
+        shards = max(2, len(nodes), int(-(-held // _SHARD)))
+    if shards < 1:
+        raise CenterError(f"`shards` must be an integer >= 1. Received: {shards}.")
+    memory = sum(node["Resources"].get("memory", 0.0) for node in nodes)
+    replies = min(plan.workers, KEPT) if rule.adopts_message else 1
+    slots = plan.workers if plan.synchronous else 1 + replies  # and a message on its way
+    copies = 2 if saved else 0  # while checkpoints are written, perhaps all at once
+    needed = len(cut(plan, shards)) * _PROCESS + (1 + copies) * held + slots * plan.layout.nbytes
+    if needed > memory:
+        raise CenterError(
+            f"A center of {held / 1e9:.3g} GB in {shards} shards needs about {needed / 1e9:.3g} GB "
+            f"of memory; the machines for it have {memory / 1e9:.3g} GB. Use fewer shards, or add "
+            "machines."
+        )
+    return shards

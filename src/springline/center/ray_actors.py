@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from springline.center.errors import CenterError, EndedError
+from springline.center.errors import CenterError, EndedError, forgotten
 from springline.center.ray_peer import (
     NAMESPACE,
     PAUSE,
@@ -31,6 +32,7 @@ from springline.rules.rule import Rule
 
 _SAVING = 60.0  # seconds that a shard may take to write itself for the last time
 _FIRST = 120.0  # seconds that the first member may take to come, at least
+_SEEN = 10.0  # seconds until what was written on one machine is seen on another
 _CALLS = 16  # at once in a shard. None waits for one that is still to come: others queue in Ray.
 _log = logging.getLogger("springline")
 
@@ -56,6 +58,7 @@ class RayHead(Head):
     def __init__(self, name: str, storage: str | None, grace: float, linger: float) -> None:
         super().__init__(self._ask_shards, storage, grace, name)
         self._linger = linger
+        self._making = asyncio.Lock()
         self._wanted = time.monotonic()  # when somebody last wanted the center to stay
         self._watch = asyncio.ensure_future(self._retire_when_idle())
 
@@ -63,48 +66,115 @@ class RayHead(Head):
         """Return what is known; None while there is no center, and when it is being ended."""
         return None if self._ending else await super().look()
 
-    async def make_shards(self, rule: Rule, description: Mapping[str, Any]) -> None:
-        """Make those shards that are not there.
+    async def stay(self) -> None:
+        """Stay for a while, though there may be no members."""
+        self._wanted = time.monotonic()
+
+    async def open(self) -> dict[str, Any] | None:
+        """Return what the center is; None if there is none: then `create` it, or `abandon` it."""
+        try:
+            found = await self.find()
+        except CenterError:
+            await self.abandon()
+            raise
+        if self._ending:
+            raise EndedError("The center is being ended. Start the run again.")
+        await self.stay()
+        return found
+
+    async def make_shards(self, rule: Rule) -> None:
+        """Make those shards that are not there: after all had died, or the center had retired."""
+        if self.description:
+            self._make_shards(rule, self.description)
+
+    async def create(
+        self, rule: Rule, description: dict[str, Any], parts: Sequence[Any], steps: Sequence[int]
+    ) -> dict[str, Any]:
+        """Make the center, unless it is there: the first worker to ask gives it its values.
+
+        Args:
+            rule: the workers'.
+            description: what the center is to be.
+            parts: references to the values and the outer optimizer's state of each shard.
+            steps: of each rank, before this center.
+
+        Returns:
+            What the center is.
+        """
+        async with self._making:
+            if found := await self.open():
+                return found
+            await self._end_what_is_left()
+            try:
+                peers = shard_peers(self._name, self._make_shards(rule, description))
+                pairs = zip(peers, parts, strict=True)
+                calls = [peer.answer("initialise", *part, steps) for peer, part in pairs]
+                await asyncio.gather(*calls)
+                await self._check_storage(len(peers))
+                await self.publish(description)
+            except Exception:
+                for handle in shards_named(self._name).values():
+                    ray.kill(handle)
+                await self.abandon()
+                raise
+        return description
+
+    def _make_shards(self, rule: Rule, description: Mapping[str, Any]) -> list[Any]:
+        """Make those shards that are not there; return all.
 
         They belong to the same job as this head. Ray forgets the classes of actors whose job has
         ended twice, as that of a machine does that was cut off and comes back, unless the job has
         made at least two actors that live on.
         """
-        self._check_stays()
-        make_shards(self._name, rule, description)
+        plan, storage = description["plan"], description["storage"]
+        # Each on the next machine, for as long as that is there.
+        nodes = sorted(node["NodeID"] for node in homes())
+        options: dict[str, Any] = {"max_concurrency": _CALLS}
+        if not storage:
+            options["max_restarts"] = 0  # it would come back empty
+        made = []
+        for k in range(description["shards"]):
+            place = NodeAffinitySchedulingStrategy(nodes[k % len(nodes)], soft=True)
+            options["scheduling_strategy"] = place
+            given = plan, rule, k, description["asked"], storage, tuple(description["every"])
+            made.append(make_actor(RayShard, shard_name(self._name, k), options, *given))
+        return made
 
-    def _check_stays(self) -> None:
-        if self._ending:
-            raise EndedError("The center is being ended. Start the run again.")
+    async def _end_what_is_left(self) -> None:
+        """End the shards of a head that was killed while it made the center."""
+        for actor, handle in shards_named(self._name).items():
+            rows: dict[int, Row] = {}
+            with contextlib.suppress(CenterError):  # one that could not start has none
+                rows, _ = await RayPeer(actor, actor, handle).answer("rows")
+            if any(row.incarnation for row in rows.values()):
+                raise forgotten(f"The center {self._name!r}")
+            ray.kill(handle)
 
-    async def stay(self) -> None:
-        """Stay for a while, though there may be no members."""
-        self._wanted = time.monotonic()
+    async def _check_storage(self, shards: int) -> None:
+        """Refuse a storage that is another one on the machine of a shard."""
+        if self.storage is None:
+            return
+        names = [f"shard-{k}" for k in range(shards)]
+        deadline = time.monotonic() + _SEEN
+        while missing := [name for name in names if not self.storage.holds(name)]:
+            if time.monotonic() > deadline:
+                raise CenterError(
+                    f"The storage {self.storage.place} is not the same on all machines: what "
+                    f"{missing[0]} of the center has written is not seen by its head. Give a "
+                    "directory that every machine of the cluster sees, also those without workers, "
+                    "or an fsspec URL."
+                )
+            await asyncio.sleep(PAUSE)
 
-    async def claim(self, who: str) -> dict[str, Any] | None:
-        """Wait for the center, or be the one who is to make it."""
-        try:
-            found = await super().claim(who)
-        except CenterError:
-            self._end_soon()
-            raise
-        self._check_stays()
-        await self.stay()
-        return found
-
-    async def release(self, who: str) -> None:
-        """Let another make the center."""
-        await super().release(who)
-        self._end_soon()
-
-    def _end_soon(self) -> None:
+    async def abandon(self) -> None:
         """Make room for a head with another storage, unless somebody is at it or there are shards.
 
         Ray would start this one again with what it was given at first.
         """
 
         def end() -> None:
-            if self.description is None and not self.claimed and not shards_named(self._name):
+            busy = self.description or self._making.locked() or shards_named(self._name)
+            if not busy:
                 self._ending = True
                 ray.kill(find(head_name(self._name)))
 
@@ -145,27 +215,13 @@ class RayHead(Head):
             except EndedError:
                 continue  # it is gone: somebody else ends the center, too
             except (CenterError, RayError, asyncio.TimeoutError) as error:
-                why = str(getattr(error, "cause", None) or error)  # the shard's own words, if any
-                failed.append(f"{actor}: {why or f'not written within {_SAVING:.0f} s'}")
-                _log.warning("%s ends without a last checkpoint: %s", actor, why)
+                why = str(error) or f"not written within {_SAVING:.0f} s"
+                failed.append(f"{actor}: {why}")
+                _log.warning("%s ends without a final checkpoint: %s", actor, why)
             ray.kill(handle)
         head = find(head_name(self._name))
         asyncio.get_running_loop().call_later(PAUSE, ray.kill, head)  # when we have answered
         return failed
-
-
-def make_shards(name: str, rule: Rule, description: Mapping[str, Any]) -> None:
-    """Make those shards of a center that are not there."""
-    plan, asked, storage, every = (description[k] for k in ("plan", "asked", "storage", "every"))
-    # Each on the next machine, for as long as that is there.
-    nodes = sorted(node["NodeID"] for node in homes())
-    places = [NodeAffinitySchedulingStrategy(node, soft=True) for node in nodes]
-    for k in range(description["shards"]):
-        options = {"scheduling_strategy": places[k % len(places)], "max_concurrency": _CALLS}
-        if not storage:
-            options["max_restarts"] = 0  # it would come back empty
-        given = plan, rule, k, asked, storage, tuple(every)
-        make_actor(RayShard, shard_name(name, k), options, *given)
 
 
 def make_actor(kind: type, name: str, given: Mapping[str, Any], *arguments: Any) -> Any:

@@ -76,6 +76,8 @@ class RayPeer:
         while True:
             try:
                 return await getattr(self._handle, method).remote(*arguments)
+            except RayTaskError as error:
+                raise _cause(error) from None
             except RayActorError as error:
                 lost = self.lost(error)
                 if not isinstance(lost, PeerLostError):
@@ -118,9 +120,13 @@ class _Pending:
                     raise NotHereError
                 return ray.get(self._ref)
         except RayTaskError as error:
-            raise (error.cause if isinstance(error.cause, Exception) else error) from None
+            raise _cause(error) from None
         except (RayActorError, ObjectLostError) as error:
             raise self._peer.lost(error) from error
+
+
+def _cause(error: RayTaskError) -> Exception:
+    return error.cause if isinstance(error.cause, Exception) else error
 
 
 def _recorded() -> str | None:

@@ -1,21 +1,17 @@
-"""How a served center comes to be: made by one, written down, found again."""
+"""What a head has written down of its center, so that it is found again."""
 
 from __future__ import annotations
 
-import asyncio
-import time
 from typing import Any
 
 from springline.center.errors import CenterError
 from springline.center.served.storage import Storage
 
-_TICK = 0.25  # seconds between two looks whether the center is there
-_LEASE = 30.0  # seconds that whoever makes the center may be silent
 NAME = "head"
 
 
 class Founding:
-    """What a head knows of its center, and who is to make it.
+    """What a head knows of its center.
 
     Args:
         storage: where it is written down, if anywhere.
@@ -24,60 +20,33 @@ class Founding:
     Attributes:
         description: what the center is; None before it is made.
         found: whether it was written down before this head was started.
+        storage: where it is, opened.
     """
 
     def __init__(self, storage: str | None, name: str) -> None:
         self.description: dict[str, Any] | None = None
         self.found = False
-        self.problem: CenterError | None = None  # with the storage, said to whoever comes
+        self.problem: CenterError | None = None  # with the storage
+        self.storage: Storage | None = None
         self._place = storage
         self._name = name
-        self._storage: Storage | None = None
-        self._creator: tuple[str, float] | None = None
         self._open()
 
-    async def claim(self, who: str) -> dict[str, Any] | None:
-        """Wait for the center; or return None to one caller, who is to make it and to `publish`.
+    async def find(self) -> dict[str, Any] | None:
+        """Return what the center is; None if there is none.
 
-        That one calls again while it is at it. Should it not for half a minute, another may.
+        Raises:
+            CenterError: the storage cannot be used.
         """
-        while not self.is_there():
-            if self.problem:
-                raise self.problem
-            now = time.monotonic()
-            if self._creator is None or who == self._creator[0] or now > self._creator[1]:
-                self._creator = who, now + _LEASE
-                return None
-            await asyncio.sleep(_TICK)
+        if not self.is_there() and self.problem:
+            raise self.problem
         return self.description
 
-    async def makes(self, who: str) -> bool:
-        """Whether somebody is still the one who is to make the center."""
-        return self.description is None and self._creator is not None and self._creator[0] == who
-
-    @property
-    def claimed(self) -> bool:
-        """Whether somebody is making the center."""
-        return self._creator is not None
-
-    async def publish(self, who: str, description: dict[str, Any]) -> bool:
-        """Let the center be there; False if another has made it meanwhile."""
-        if not await self.makes(who):
-            return False
-        if self._storage:
-            self._storage.write(NAME, description)
+    async def publish(self, description: dict[str, Any]) -> None:
+        """Let the center be there."""
+        if self.storage:
+            self.storage.write(NAME, description)
         self.description = description
-        return True
-
-    async def misses(self, names: list[str]) -> list[str]:
-        """Return those of which there is nothing in the storage as this head sees it."""
-        storage = self._storage
-        return [name for name in names if storage is None or not storage.holds(name)]
-
-    async def release(self, who: str) -> None:
-        """Let another make the center: this one could not."""
-        if self._creator and self._creator[0] == who:
-            self._creator = None
 
     def is_there(self) -> bool:
         """Whether there is a center; a storage that could not be read is tried again."""
@@ -91,8 +60,8 @@ class Founding:
         if self._place is None:
             return
         try:
-            self._storage = Storage(self._place)
-            written = find_center(self._storage)
+            self.storage = Storage(self._place)
+            written = find_center(self.storage)
         except CenterError as error:
             self.problem = error
             return
