@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import logging
 import os
 import socket
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from springline.center.errors import CenterError, EndedError
 from springline.center.ray_door import Door
 from springline.center.served.peer import NotHereError, PeerLostError
 
+os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")  # to connect, of 40 seconds each
 try:
     import ray as ray  # for whoever needs it: here it is said how to install it
     from ray.exceptions import (
@@ -43,10 +46,8 @@ OPTIONS: Mapping[str, Any] = {  # of `ray.init`
     "logging_level": "ERROR",
 }
 PAUSE = 0.2  # seconds before an actor that is away is asked again
-# How a client begins to speak HTTP/2, as Ray does: the preface, and settings that say nothing.
-_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-_SETTINGS = b"\4"  # the fourth byte of the answer
-_PATIENCE = 10.0  # seconds that the answer may take
+_PATIENCE = 10.0  # seconds for a connection
+_log = logging.getLogger("springline")
 door = Door(ray.is_initialized)
 atexit.register(door.close)  # earlier than what Ray has registered before
 os.register_at_fork(after_in_child=door.renew)
@@ -138,18 +139,6 @@ def _recorded() -> str | None:
     return None if found == "auto" else found or None
 
 
-def _check_answers(address: str) -> None:
-    """Raise OSError or ValueError unless a server such as Ray's answers there."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    with socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE) as link:
-        if os.environ.get("RAY_USE_TLS", "").lower() in ("1", "true"):
-            return
-        link.sendall(_HELLO)
-        with link.makefile("rb") as answer:
-            if answer.read(4)[3:] != _SETTINGS:
-                raise ValueError(f"What answers at {address} does not speak HTTP/2.")
-
-
 def connect(address: str | None = None) -> None:
     """Connect this process to a Ray cluster, unless it is.
 
@@ -163,27 +152,34 @@ def connect(address: str | None = None) -> None:
     where = f"at {there}" if there else "on this machine"
     if there != address and there:
         where += ", which Ray takes for the last one of this machine (`ray stop` forgets it)"
-    advice = (
-        "Start one with `ray start --head` on one machine and `ray start --address HOST:6379` on "
-        "the others, or give the address of one that runs."
+    nobody = CenterError(
+        f"There is no Ray cluster {where}. Start one with `ray start --head` on one machine and "
+        "`ray start --address HOST:6379` on the others, or give the address of one that runs (not "
+        "that of its dashboard, port 8265)."
     )
-    if there and (there.startswith(("http://", "https://")) or there.endswith(":8265")):
-        advice = "That is where its dashboard and its job server are; its own address is HOST:6379."
-    nobody = CenterError(f"There is no Ray cluster {where}. {advice}")
-    if there:  # Ray itself would try for minutes
+    if there:  # where nobody listens Ray itself would try for 14 minutes
+        host, _, port = there.removeprefix("ray://").rpartition(":")
         try:
-            _check_answers(there)
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE).close()
         except (OSError, OverflowError, ValueError) as error:
             raise nobody from error
+    waiting = threading.Timer(_PATIENCE, _log.warning, [f"Waiting for the Ray cluster {where}."])
+    waiting.daemon = True
+    waiting.start()
     try:
         ray.init(address=address, **OPTIONS)
-    except ConnectionAbortedError as error:  # said by the server for clients, so there is one
+    except ConnectionAbortedError as error:  # from the server for clients, so there is one
         raise CenterError(
-            f"The Ray cluster at {address} does not let clients in: its server for them could not "
-            "start (logs/ray_client_server*.err on its head node). Start that node with "
+            f"The Ray cluster {where} does not let clients in: its server for them could not start "
+            "(logs/ray_client_server*.err on its head node). Start that node with "
             "`GRPC_ENABLE_FORK_SUPPORT=0 ray start --head`, which helps with a recent grpcio."
         ) from error
     except (ConnectionError, RuntimeError, ValueError) as error:
+        if "InvalidAuthToken" in f"{error} {error.__cause__}":
+            raise CenterError(
+                f"The Ray cluster {where} asks for a token. Set RAY_AUTH_MODE=token here, and copy "
+                "~/.ray/auth_token from a machine of the cluster."
+            ) from error
         if address == "auto":
             raise nobody from error
         reason = str(error).strip().rstrip(".") or "it is of another kind, or of another version"
@@ -192,6 +188,8 @@ def connect(address: str | None = None) -> None:
             "versions of Ray and Python and a node of the cluster (`ray start --address "
             "HOST:6379`); from a machine without one, use ray://HOST:10001 or `ray job submit`."
         ) from error
+    finally:
+        waiting.cancel()
 
 
 def head_name(name: str) -> str:
