@@ -161,7 +161,7 @@ def test_what_only_rank_0_finds_is_told_to_all(ranks, tmp_path):
 
     zero, one = errors(ranks, nan, 2)
     assert type(zero) is NonFiniteError
-    assert "'b' of rank 0 has NaN or Inf" in str(zero)
+    assert "Parameter 'b' has NaN or Inf" in str(zero)
     assert str(one) == f"Rank 0 could not start: {zero}"
 
     (tmp_path / "checkpoint.safetensors").write_bytes(b"not much")

@@ -25,13 +25,13 @@ import numpy as np
 import torch
 
 from springline.center import checkpoint
-from springline.center.center import Center, Progress, check_settings
+from springline.center.center import Center, Progress, check_finite, check_settings
 from springline.center.collective.group import Group
 from springline.center.collective.member import CollectiveMember
 from springline.center.collective.replica import Replica, Row
 from springline.center.collective.save import NO_STATE, Keeper
 from springline.center.collective.start import agree, check_goes_on, check_rule
-from springline.center.errors import CenterError, NonFiniteError, RankError
+from springline.center.errors import CenterError, RankError
 from springline.center.layout import Bytes, Layout
 from springline.center.plan import Plan
 from springline.rules.elastic import ElasticAverage
@@ -75,8 +75,6 @@ class CollectiveCenter(Center):
         self.replica = Replica(layout, group.size, group.device)
         self.member: CollectiveMember | None = None
         self.turn = threading.RLock()  # held while `c` is copied or changes its place
-        self._version = 0
-        self.rows = [Row(False, False, False, 0.0, 0)] * group.size
         self._exchanges = [0] * group.size
         self._keeper: Keeper | None = None
         try:
@@ -201,7 +199,8 @@ class CollectiveCenter(Center):
         tensor = torch.from_numpy(center.copy()).to(self.group.device)
         self.group.broadcast(tensor)
         np.copyto(self.replica.buffers[self.replica.now], tensor.cpu().numpy())
-        self._version, steps = first["version"], first["steps"]
+        self._version: int = first["version"]
+        steps: list[int] = first["steps"]
         more = [max(steps, default=0)] * (self.group.size - len(steps))  # ranks that are new
         self.rows = [Row(False, False, False, 0.0, n) for n in [*steps, *more][: self.group.size]]
         if not np.array_equal(center, self.read()):
@@ -223,12 +222,7 @@ class CollectiveCenter(Center):
                 check_goes_on(checkpoint.describe(own).settings, self.settings)
             saved = own or restore
         if saved is None:
-            for name, value in self.layout.views(center).items():
-                if not np.isfinite(value).all():
-                    raise NonFiniteError(
-                        f"{name!r} of rank 0 has NaN or Inf, so no center was made with it. Look "
-                        "at how the model is initialised or loaded."
-                    )
+            check_finite(self.layout, self.layout.views(center))
             return {"version": 0, "steps": [0] * self.group.size}
         found = checkpoint.read(saved, self.plan, center, NO_STATE)
         _log.warning("Going on from %s, version %d.", saved, found.version)

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -152,18 +153,15 @@ class Group:
             use_local_synchronization=True,
         )
         assert isinstance(made, dist.ProcessGroup)  # noqa: S101 - all of its ranks are in it
-        self._store = made.get_group_store()
+        self._store = PrefixStore("springline", made.get_group_store())
         return made
 
     def _meet(self, timeout: float) -> None:
-        """Wait until all ranks are there, which gloo would not name."""
+        """Wait until all ranks are there; gloo would not name who is missing."""
         self._report()
-        keys = {rank: _key(rank) for rank in range(self.size)}
-
-        def missing() -> list[int]:
-            return [rank for rank, key in keys.items() if not self._store.check([key])]
-
-        wait_until(lambda: self._store.check([*keys.values()]), missing, timeout, "the start")
+        keys = [f"calls/{rank}" for rank in range(self.size)]
+        missing = partial(self._behind, 1)
+        wait_until(lambda: self._store.check(keys), missing, timeout, "the start")
 
     def _call(self, what: str, start: Callable[[], Any]) -> Any:
         """Start communication and wait for `what`; no other can follow one that fails."""
@@ -226,7 +224,7 @@ class Group:
             return "which of the other ranks is missing cannot be known"
         if missing:
             return "missing: " + ", ".join(f"rank {rank}" for rank in missing)
-        return "all ranks had come, so one has died since, or a connection between them is broken"
+        return "all ranks had come, so one has died since, or a connection is broken or too slow"
 
     def _missing(self, grace: float) -> list[int] | None:
         """Return the ranks that have not come to where we are; None if there is no store."""
@@ -234,24 +232,20 @@ class Group:
             return None
         self._report()
         end = time.monotonic() + grace
-        while True:
-            behind = [rank for rank in range(self.size) if self._reported(rank) < self._calls]
-            if not behind or time.monotonic() > end:
-                return behind
+        while (behind := self._behind(self._calls)) and time.monotonic() < end:
             time.sleep(_PAUSE)
+        return behind
 
     def _report(self) -> None:
         """Write how many calls we have made."""
         if self._store is not None:
-            self._store.set(_key(self.rank), str(self._calls))
+            self._store.set(f"calls/{self.rank}", str(self._calls))
 
-    def _reported(self, rank: int) -> int:
-        key = _key(rank)
-        return int(self._store.get(key)) if self._store.check([key]) else 0
-
-
-def _key(rank: int) -> str:
-    return f"springline/calls/{rank}"
+    def _behind(self, calls: int) -> list[int]:
+        """Return the ranks that have not reported so many calls."""
+        keys = [f"calls/{rank}" for rank in range(self.size)]
+        made = [int(self._store.get(key)) if self._store.check([key]) else 0 for key in keys]
+        return [rank for rank, number in enumerate(made) if number < calls]
 
 
 def _gloo(store: Any, rank: int, size: int, timeout: float) -> Any:
