@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -30,7 +31,8 @@ def live(pipe, rank, store, timeout, late=False):
         handler.emit = lambda record: pipe.send(record.getMessage())
         logging.getLogger("springline").addHandler(handler)
 
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORKERS)
+    where = store if isinstance(store, str) else f"file://{store}"
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=WORKERS)
     rule = ModelAverage(workers=WORKERS, period=1)
     if late:
         pipe.recv()
@@ -45,7 +47,7 @@ def live(pipe, rank, store, timeout, late=False):
         try:
             worker.step()
             pipe.send(float(worker.parameters["w"][0]))
-        except CenterError as error:
+        except (CenterError, KeyboardInterrupt) as error:
             pipe.send(f"{type(error).__name__}: {error}")
     worker.finish()
     pipe.send("left")
@@ -135,8 +137,9 @@ def test_that_one_dies_while_it_waits_is_noticed(start, tmp_path):
     time.sleep(4)  # both have reported that they wait
     lives[2][0].kill()
     pipes[0].send("step")
+    assert "all ranks had come, so one has died since" in (said := pipes[0].recv()), said
+    assert "Error: Rank 1 " in pipes[1].recv()  # it may have asked before rank 0 came
     for pipe in pipes[:2]:
-        assert "all ranks had come, so one has died since" in (said := pipe.recv()), said
         pipe.send("leave")
     assert [pipe.recv() for pipe in pipes[:2]] == ["left"] * 2
 
@@ -164,3 +167,36 @@ def test_who_is_gone_is_noticed_and_named(start, tmp_path, number, kind):
     for pipe in pipes[:2]:
         pipe.send("leave")
     assert [pipe.recv() for pipe in pipes[:2]] == ["left"] * 2
+
+
+@pytest.mark.slow
+def test_ctrl_c_is_heard_while_a_rank_waits(start, tmp_path):
+    lives = [start(live, rank, tmp_path / "store", None) for rank in range(WORKERS)]
+    pipes = [pipe for _, pipe in lives]
+    assert [pipe.recv() for pipe in pipes] == ["ready"] * WORKERS
+    pipes[0].send("step")
+    assert "Rank 0 waits for round 1" in pipes[0].recv()
+    os.kill(lives[0][0].pid, signal.SIGINT)
+    while "waits for round 1" in (said := pipes[0].recv()):
+        continue  # another warning
+    assert said.startswith("KeyboardInterrupt"), said
+    pipes[0].send("step")
+    assert "has failed or was closed" in pipes[0].recv()
+    pipes[0].send("leave")
+    assert pipes[0].recv() == "left"
+
+
+@pytest.mark.slow
+def test_nobody_waits_for_a_store_that_is_gone(start):
+    """It is with rank 0 here, which is killed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        store = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    lives = [start(live, rank, store, 6) for rank in range(WORKERS)]
+    pipes = [pipe for _, pipe in lives]
+    assert [pipe.recv() for pipe in pipes] == ["ready"] * WORKERS
+    lives[0][0].kill()
+    for pipe in pipes[1:]:
+        pipe.send("step")
+    for pipe in pipes[1:]:
+        assert "which of the other ranks is missing cannot be known" in (said := pipe.recv()), said
