@@ -26,7 +26,7 @@ def live(pipe, rank, store, timeout, late=False):
 
     group.REPORT_AFTER = 0.5
     if timeout is None:
-        group.WARN_EVERY = 2.0
+        group.WARN_EVERY = 4.0
         handler = logging.Handler()
         handler.emit = lambda record: pipe.send(record.getMessage())
         logging.getLogger("springline").addHandler(handler)
