@@ -1,9 +1,9 @@
 """Synchronous rules over `torch.distributed`: the center is on every rank, the same to the bit.
 
 An exchange is a round in which every rank of the group takes part: one all-reduce of one flat
-buffer (one per dtype, where a model has float64 beside float32). Model averaging is the mean of
-those that contribute. Elastic averaging is the paper's synchronous form, with the `c` from before
-the round on every rank::
+buffer (one for each stretch of one dtype, where a model mixes float64 and float32). Model averaging
+is the mean of those that contribute. Elastic averaging is the paper's synchronous form, with the
+`c` from before the round on every rank::
 
     x ← x − α(x − c)      c ← c + α Σ(xᵢ − c)
 
