@@ -12,7 +12,6 @@ from launched import TRAINING, Command, wait_for
 
 import hosts
 from springline.launch.ray_keeper import center_name
-from springline.launch.worker_actor import sweep
 
 PATIENCE = 180.0
 # How soon Ray notices that a node is gone.
@@ -31,7 +30,6 @@ pytestmark = [
 def three():
     with hosts.Hosts(3, **SOON) as found:
         yield found
-    sweep(0.0)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 import tempfile
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from launched import wait_for
@@ -80,6 +80,8 @@ def on_ray(tmp_path, monkeypatch):
     """`on_ray(text)` makes a worker of a script; its actor is `worker.actors.here`."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(worker_actor.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    node = SimpleNamespace(get_node_id=lambda: "0123456789")
+    monkeypatch.setattr(worker_actor.ray, "get_runtime_context", lambda: node)
     monkeypatch.setattr(worker_actor, "_POLL", 0.05)
     monkeypatch.setattr(ray_worker, "_AGAIN", 0.0)
     made = []
@@ -243,23 +245,15 @@ def test_a_full_disk_costs_output_and_no_worker(on_ray, script, tmp_path, caplog
     assert caplog.messages[0].startswith("Some of what worker 0 has written is lost: ")
 
 
-def test_only_directories_of_ours_are_swept(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    left, linked, held = (Path(tempfile.mkdtemp(prefix=worker_actor._PREFIX)) for _ in range(3))
-    (linked / "lock").symlink_to(tmp_path / "made")
-    lock = worker_actor._lock(held)
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / f"{worker_actor._PREFIX}link").symlink_to(tmp_path / "elsewhere")
-    worker_actor.sweep(-1.0)
-    os.close(lock)
+def test_what_a_killed_worker_has_left_is_removed_when_it_starts_again(on_ray, script, tmp_path):
+    left = on_ray(script("print(1)")).actors.here._directory
+    assert left.parent == tmp_path
+    (left / "logs").mkdir()
+    (left / "logs" / "rank-0.log").write_text("of one that was killed")
+    assert ended(on_ray(script("print(2)"))) == 0
+    assert "killed" not in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    on_ray(script("print(1)")).actors.here.close()
     assert not left.exists()
-    assert held.exists()
-    assert linked.exists()
-    assert not (tmp_path / "made").exists()
-    assert list((tmp_path / "elsewhere").iterdir()) == []
-    monkeypatch.setattr(os, "getuid", lambda: held.stat().st_uid + 1)
-    worker_actor.sweep(-1.0)
-    assert held.exists()
 
 
 def test_what_is_no_file_is_left_out(tmp_path):

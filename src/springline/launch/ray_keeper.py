@@ -22,7 +22,6 @@ from springline.center.checkpoint import newest
 from springline.center.ray import RayCenter, retire
 from springline.center.ray_peer import door
 from springline.center.served.founding import find_center
-from springline.center.served.head import GRACE
 from springline.center.served.messages import Trouble
 from springline.center.served.peer import PeerLostError
 from springline.center.served.storage import Storage
@@ -34,7 +33,6 @@ from springline.launch.state import CenterStatus, LaunchState
 _EVERY = 1.0  # seconds between two looks at the center
 _ANSWER = 5.0  # seconds that two looks may take
 _TROUBLE = 10.0  # seconds between two questions whether shards are in trouble
-_LEAVING = GRACE + 5.0  # seconds that workers of a launcher that was killed may take to be gone
 _SAVING = 300.0  # seconds that reading and saving a center may take at the end
 _HURRY = 5.0  # seconds of it that are left once somebody is in a hurry
 _log = logging.getLogger("springline")
@@ -235,41 +233,20 @@ def storage_of(asked: ClusterRequest, directory: Path, name: str) -> str | None:
 
 
 def check_center(directory: Path, name: str, storage: str | None) -> None:
-    """Refuse a run whose center is gone, or in use by another launcher's workers."""
+    """Refuse a storage that cannot be used, and a run whose center is gone."""
+    kept = False
+    if storage:
+        try:
+            kept = find_center(Storage(storage)) is not None
+        except CheckpointError as error:
+            raise LaunchError(f"{error} Give another with `--storage`.") from error
     made = CenterStatus.read(directory / CENTER) is not None
-    alive, kept = open_center(name) is not None, _is_kept(storage)
-    if made and not alive and not kept:
+    if made and not kept and open_center(name) is None:
         where = f"is not in {storage} any more" if storage else "was started with `--storage none`"
         raise LaunchError(
             f"The center of the run in {directory} {where}: it is gone, and the run cannot go on. "
             "Its last copy can still be read with `springline export`. Start a new run."
         )
-    deadline = time.monotonic() + _LEAVING
-    while alive and (members := _members(name)):
-        if time.monotonic() > deadline:
-            raise LaunchError(
-                f"Workers of another launcher are at work with {name}, the center of the run in "
-                f"{directory}: ranks {members}. Is there a copy of this directory in which the run "
-                "goes on? Wait for its end, or start a new run."
-            )
-        time.sleep(0.2)
-
-
-def _members(name: str) -> list[int]:
-    if center := open_center(name):
-        with center, contextlib.suppress(CenterError):  # it may end this very moment
-            return center.members()
-    return []
-
-
-def _is_kept(storage: str | None) -> bool:
-    """Whether there is a center in a storage, which can be used from here."""
-    if storage is None:
-        return False
-    try:
-        return find_center(Storage(storage)) is not None
-    except CheckpointError as error:
-        raise LaunchError(f"{error} Give another with `--storage`.") from error
 
 
 def _no_answer(error: RayError) -> CenterError:

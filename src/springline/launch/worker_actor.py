@@ -7,7 +7,6 @@ it (`ray_worker.py`). The process dies with the actor, and the actor with the la
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import signal
@@ -26,12 +25,10 @@ import ray
 
 from springline.center.extras import NAME as EXTRAS
 from springline.cluster import Cluster
-from springline.launch.directory import CENTER, LOCK
+from springline.launch.directory import CENTER
 from springline.launch.process import WorkerProcess, environment
 from springline.run import REPORT, Run
 
-_PREFIX = f"springline-{os.getuid()}-"
-_NEW = 60.0  # seconds in which a directory may not be locked yet
 _POLL = 1.0  # seconds that the launcher's question waits for something new
 _PAUSE = 0.1
 _MOST = 1 << 24  # bytes of files in one answer
@@ -49,22 +46,13 @@ Version = tuple[int, int]
 
 @dataclass(frozen=True)
 class Assignment:
-    """What an actor is to do.
+    """What an actor is to do: run a command, of one rank, with these additions to what is set."""
 
-    Args:
-        command: the script, as the user typed it, and its arguments.
-        directory: where it is run from; None for where Ray has copied the working directory to.
-        rank: the worker's.
-        workers: of the run.
-        cluster: where the center is.
-        environment: what the user sends along.
-    """
-
-    command: list[str]
-    directory: str | None
+    command: list[str]  # the script, as the user typed it, and its arguments
+    directory: str | None  # where it is run; None for where Ray has copied the working directory
     rank: int
     workers: int
-    cluster: Cluster
+    cluster: Cluster  # where the center is
     environment: dict[str, str]
 
 
@@ -80,26 +68,15 @@ class FilePart:
 
 @dataclass(frozen=True)
 class News:
-    """What is new of a worker.
+    """What is new of a worker."""
 
-    Args:
-        actor: the actor's incarnation; another one knows nothing of the process.
-        machine: where it is.
-        pid: its process, while there is one.
-        refused: why it cannot be started there, if it cannot.
-        ended: whether its process has.
-        code: its exit code then.
-        stopping: whether it asks all workers to stop.
-        parts: of its files.
-    """
-
-    actor: str
+    actor: str  # the actor's incarnation; another one knows nothing of the process
     machine: str
     pid: int | None = None
-    refused: str | None = None
+    refused: str | None = None  # why it cannot be started there, if it cannot
     ended: bool = False
-    code: int | None = None
-    stopping: bool = False
+    code: int | None = None  # then
+    stopping: bool = False  # whether it asks all workers to stop
     parts: tuple[FilePart, ...] = ()
 
 
@@ -112,9 +89,12 @@ class WorkerActor:
 
     def __init__(self, assignment: Assignment) -> None:
         self._given = assignment
-        sweep()
-        self._directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        self._lock = _lock(self._directory)
+        # The name is drawn with the run's: a worker that was killed here has left the same one.
+        node = ray.get_runtime_context().get_node_id()
+        name = f"springline-{assignment.cluster.center}-{assignment.rank}-{node[:8]}"
+        self._directory = Path(tempfile.gettempdir(), name)
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.mkdir(mode=0o700)
         util: Any = ray.util
         self._machine = f"{socket.gethostname()} ({util.get_node_ip_address()})"
         self._id = uuid.uuid4().hex
@@ -181,7 +161,6 @@ class WorkerActor:
     def close(self) -> None:
         """End, and leave nothing behind."""
         self.kill()
-        os.close(self._lock)
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _problem(self) -> str | None:
@@ -237,30 +216,7 @@ def files(directory: Path, names: Iterable[str] | None = None) -> dict[str, Vers
     for name in names:
         with contextlib.suppress(OSError):  # it is not there, or not any more
             status = (directory / name).lstat()
-            if stat.S_ISREG(status.st_mode) and name not in ("stop", LOCK):
+            if stat.S_ISREG(status.st_mode) and name != "stop":
                 grows = name.startswith(("logs/", "metrics/"))
                 found[name] = 0 if grows else status.st_mtime_ns, status.st_size
     return found
-
-
-def _lock(directory: Path) -> int:
-    """Hold a directory for as long as this process lives."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    fd = os.open(directory / LOCK, flags, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
-
-
-def sweep(age: float = _NEW) -> None:
-    """Remove the directories, of at least some age, of actors that were killed."""
-    for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            status = directory.lstat()
-            ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-            if ours and time.time() - status.st_mtime > age:
-                os.close(_lock(directory))
-                shutil.rmtree(directory)
