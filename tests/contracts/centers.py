@@ -34,9 +34,19 @@ RULES = {
 
 
 class Place:
-    """Where one center is: the first `make` makes it, every later one joins it."""
+    """Where one center is: the first `make` makes it, every later one joins it.
+
+    Attributes:
+        center: its class.
+        by_path: whether any process can open it by its path.
+        joinable: whether workers may come and go while others train.
+        merges_here: whether `merge` runs in the process of the worker.
+    """
 
     center: type
+    by_path = False
+    joinable = True
+    merges_here = True
 
     def __init__(self, path):
         self.path = path
@@ -100,6 +110,7 @@ class Local(InMemory):
 
 class Served(Place):
     center = ServedCenter
+    merges_here = False
 
     def __init__(self, path):
         super().__init__(path)
@@ -130,6 +141,7 @@ class Served(Place):
 
 class Shared(InMemory):
     center = SharedCenter
+    by_path = True
 
     def make(self, layout, rule, values, use_locking=True, restore=None):
         options = {"use_locking": use_locking, "restore": restore}
@@ -145,6 +157,8 @@ class OnRay(Place):
     """A real Ray cluster; making a center there takes a second or two."""
 
     center = RayCenter
+    by_path = True
+    merges_here = False
 
     def __init__(self, path):
         super().__init__(path)
@@ -199,7 +213,11 @@ def on(*declared, fixed=False):
     `fixed`: also where workers cannot come and go. Such a test makes all of them at once.
     """
     needed = declared if fixed else (*declared, "joinable")
-    kinds = [k for k, place in KINDS.items() if all(getattr(place.center, d) for d in needed)]
+
+    def has(place, name):
+        return getattr(place if hasattr(place, name) else place.center, name)
+
+    kinds = [kind for kind, place in KINDS.items() if all(has(place, name) for name in needed)]
     return pytest.mark.parametrize("place", [_marked(kind) for kind in kinds], indirect=True)
 
 
@@ -212,7 +230,7 @@ def each(*names, fixed=()):
         _marked(kind, name)
         for kind, place in KINDS.items()
         for name in names or RULES
-        if place.center.takes(RULES[name]()) and (place.center.joinable or name in fixed)
+        if place.center.takes(RULES[name]()) and (place.joinable or name in fixed)
     ]
     return pytest.mark.parametrize(("place", "name"), cases, indirect=["place"])
 

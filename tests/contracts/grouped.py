@@ -16,6 +16,7 @@ class Grouped(Place):
     """All ranks of a process group, each a thread with a backend of its own."""
 
     center = CollectiveCenter
+    joinable = False
 
     def make(self, layout, rule, values, use_locking=True, restore=None, rank=0, store=None):
         seconds = timedelta(seconds=30)

@@ -100,8 +100,6 @@ class Center(ABC):
 
     asynchronous: ClassVar[bool]  # takes the asynchronous rules
     synchronous: ClassVar[bool]  # takes the synchronous rules
-    by_path: ClassVar[bool]  # any process can open it by its path
-    joinable: ClassVar[bool] = True  # workers may come and go while others train
 
     @classmethod
     def takes(cls, rule: Rule) -> bool:
@@ -112,8 +110,6 @@ class Center(ABC):
     def in_rounds(cls, rule: Rule) -> bool:
         """Whether an exchange is a round of all workers there."""
         return rule.synchronous
-
-    merges_here: ClassVar[bool] = True  # `merge` runs in the process of the worker
 
     plan: Plan
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from springline.center.layout import Layout, aligned_zeros
 from springline.center.locks import ThreadLocks
@@ -23,8 +23,6 @@ class LocalCenter(MemoryCenter):
         use_locking: whether an exchange is atomic, per part of the center.
         restore: a checkpoint to take the first values from, instead of `values`.
     """
-
-    by_path: ClassVar[bool] = False
 
     def __init__(
         self,

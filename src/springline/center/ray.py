@@ -13,7 +13,7 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -53,8 +53,6 @@ _RETIRING = 300.0  # seconds that saving all shards may take
 
 class RayCenter(ServedCenter):
     """A center on a Ray cluster. Make one with `create_or_join` or `open`."""
-
-    by_path: ClassVar[bool] = True  # by its name
 
     def __init__(self, name: str, description: Mapping[str, Any], handles: Sequence[Any]) -> None:
         head, *shards = handles

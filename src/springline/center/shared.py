@@ -19,7 +19,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -42,8 +42,6 @@ _log = logging.getLogger("springline")
 
 class SharedCenter(MemoryCenter):
     """A center in a directory. Make one with `create_or_join` or `open`."""
-
-    by_path: ClassVar[bool] = True
 
     def __init__(
         self, directory: Path, plan: Plan, path: Path, raw: Bytes, locks: RecordLocks

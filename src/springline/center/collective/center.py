@@ -56,8 +56,6 @@ class CollectiveCenter(Center):
 
     asynchronous: ClassVar[bool] = False
     synchronous: ClassVar[bool] = True
-    by_path: ClassVar[bool] = False
-    joinable: ClassVar[bool] = False
 
     def __init__(
         self,

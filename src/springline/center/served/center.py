@@ -37,8 +37,6 @@ class ServedCenter(Center):
 
     asynchronous: ClassVar[bool] = True
     synchronous: ClassVar[bool] = True
-    by_path: ClassVar[bool] = False
-    merges_here: ClassVar[bool] = False
 
     def __init__(self, description: Mapping[str, Any], head: Peer, shards: Sequence[Peer]) -> None:
         self.plan = Plan.from_json(description["plan"])
