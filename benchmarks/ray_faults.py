@@ -1,6 +1,6 @@
 """Faults of a center on Ray, on three hosts: how long the others wait, and what is lost.
 
-    python benchmarks/ray_faults.py                     # ten minutes; into docs/many-machines.md
+    python benchmarks/ray_faults.py                     # ten minutes; writes docs/faults.md
     python benchmarks/ray_faults.py --only shard/agn    # some of them; the page keeps the others
 
 The hosts are namespaces on this machine, so this needs Linux and root. The faults are those of
@@ -23,7 +23,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 DRILL = Path(__file__).parents[1] / "tests" / "faults" / "ray_drill.py"
-HEADING = "## Faults, measured"
 COLUMNS = ("what happens", "rule", "usually, s", "longest wait, s", "lost")
 RULES = {"agn": "AGN", "elastic": "elastic", "average": "averaging"}
 
@@ -74,14 +73,14 @@ def drill(*words: str) -> Iterator[str]:
         raise SystemExit(f"The drill ended with status {process.returncode}.")
 
 
-def section(rows: Sequence[Row], before: str = "") -> str:
-    """Return the section for the docs; what is not among the rows is as it was before."""
+def page(rows: Sequence[Row], before: str = "") -> str:
+    """Return the page; what is not among the rows is as it was before."""
     lines = [line for line in before.splitlines() if line.startswith("| ")][2:]
     cells = {tuple(c[:2]): c for c in (line.strip("| ").split(" | ") for line in lines)}
     cells |= {tuple(c[:2]): c for c in (row.cells() for row in rows)}
     return "\n".join(
         [
-            HEADING,
+            "# Faults on a Ray cluster, measured",
             "",
             f"Made by `python benchmarks/ray_faults.py`. {facts('ray')}",
             "",
@@ -93,49 +92,33 @@ def section(rows: Sequence[Row], before: str = "") -> str:
 
 
 _READING = """\
-Every run is of two or three worker processes on three hosts, network namespaces with a Ray node
-each, with a model of 4 MB in two or four shards, a step of 50 ms and an exchange after every step.
-All share two cores. Shards write a checkpoint every 20 exchanges or 5 seconds
-(`every=(20, 5.0)`; the default is `(100, 10.0)`); all else is as by default. Every run has to end
-with all workers at their last step and a center that can be accounted for: under AGN it is a sum of
-whole numbers, which counts the exchanges of every worker in every shard; under elastic averaging
-workers and center have together what was added to them.
+Each run has two or three worker processes on three hosts, network namespaces with a Ray node
+each. The model has 4 MB in two or four shards; a step takes 50 ms, and every step exchanges. All
+share two cores. Shards write a checkpoint every 20 exchanges or 5 seconds (the default is 100 or
+10). Every run has to end with all workers at their last step and a center that can be accounted
+for: under AGN it is a sum of whole numbers, which counts the exchanges of every worker in every
+shard; under elastic averaging workers and center together have what was added to them.
 
-*Longest wait* is between two exchanges of a worker that lived through it, from the fault to the end
-of the run; *usually* is the median before. *Lost* counts exchanges once per shard that has lost
-them: an exchange has a part in every shard.
+*Longest wait* is between two exchanges of a worker that lived through the fault; *usually* is the
+median before it. *Lost* counts an exchange once per shard that has lost it.
 
-- **A worker killed.** The others do not notice. The one that is started in its place with the same
-  rank gets its seat when the dead one has been silent for `grace`, 10 seconds (at once, if
-  `springline run` has seen it end), takes the center and goes on at the step that the shards know.
+- **A worker killed.** The others do not notice. Its successor gets the rank once the dead one has
+  been silent for 10 seconds (at once, if `springline run` has seen it end), and takes the center.
   An exchange that was under way may have reached some shards and not others.
-- **A shard's process killed.** Ray starts it again within seconds and it goes on from its last
-  checkpoint. Workers repeat what was not answered. Lost is what it had applied since, never more
-  than `every`, and what came in while the checkpoint was written.
-  Under averaging workers send again what they had contributed to the round that was open. Should
-  one of them have the mean of it already and have gone on, the shard waits for it for 10 seconds
-  and makes the round of the others: that part of the center is then a mean without it, once.
-- **The head's process killed.** Asynchronous rules need the head for nothing but membership;
-  rounds wait for it.
-- **A machine.** Its shards are started again on another one when Ray has declared it dead, which is
-  what the wait consists of. Ray's head asks every machine `RAY_health_check_period_ms` = 3,000
-  after its last answer, waits `RAY_health_check_timeout_ms` = 10,000 for the next, and gives up
-  after `RAY_health_check_failure_threshold` = 5 in a row: some 15 seconds if the machine is up and
-  says that nobody is there, about a minute if it is silent. They are set in the environment of
-  `ray start --head`; *Ray looks sooner* is with a period and a timeout of 1,000.
-- **Everything.** The storage is what the run goes on from. The wait is mostly the start of three
-  Ray nodes and of the workers. The machine of Ray's own head is such a case: without it there is no
-  cluster until it is started again.
-- **`springline run` killed.** Its workers end with it, perhaps in the middle of an exchange. The
-  center stays on the cluster, for ten minutes, and a run that is started again with the same
-  `--run` goes on from there.
-- **A link down.** Nothing is lost and nothing is applied twice. The wait is longer than the link
-  was down, since TCP tries again in intervals that double. A machine that is away for longer than
-  Ray waits is declared dead, and its node ends when it is back: that row is with Ray looking
-  sooner, and the worker that was cut off is ended and started again elsewhere, as `springline run`
-  does; its last exchange may have reached some shards and not others.
-- **A worker stopped.** Under asynchronous rules nobody notices. A round of averaging waits for it
-  for `grace`, and goes on without it; it takes part again in a round after it is back.
+- **A shard killed.** Ray restarts it within seconds, from its last checkpoint. Workers retry.
+  Under averaging they send their contribution to the open round again; one that already has the
+  round's mean and has gone on is waited for 10 seconds, and then left out of that part of the
+  center, once.
+- **The head killed.** Asynchronous rules need it for membership only; rounds wait for it.
+- **A machine.** The wait is Ray's: its head asks every node `RAY_health_check_period_ms` = 3,000
+  after its last answer, waits `RAY_health_check_timeout_ms` = 10,000, and gives up after
+  `RAY_health_check_failure_threshold` = 5 in a row. *Ray looks sooner* is with 1,000 for both,
+  set in the environment of `ray start --head`.
+- **A link down.** The wait is longer than the cut, since TCP retries in intervals that double. A
+  machine that is away for longer than Ray waits is declared dead, and its node ends when it is
+  back; its worker starts on another machine.
+- **A worker stopped.** A round of averaging waits for it for 10 seconds and goes on without it.
+- **Everything.** The wait is mostly the start of three Ray nodes and of the workers.
 """
 
 
@@ -156,9 +139,9 @@ def main() -> None:
             after = cases[len(rows)] if len(rows) < len(cases) else "done"
             progress.update(task, description=after, advance=1)
     options.out.mkdir(parents=True, exist_ok=True)
-    written = options.out / "many-machines.md"
-    page, _, before = (written.read_text("utf-8") if written.exists() else "").partition(HEADING)
-    written.write_text(page + section(rows, before if options.only else ""), "utf-8")
+    written = options.out / "faults.md"
+    before = written.read_text("utf-8") if options.only and written.exists() else ""
+    written.write_text(page(rows, before), "utf-8")
     console.print(f"Written: {written}")
     raise SystemExit(any(row.error for row in rows))
 

@@ -67,14 +67,12 @@ def test_the_benchmark_writes_a_table(tmp_path):
     script = Path(__file__).parents[2] / "benchmarks" / "ray_faults.py"
     kept = "| a link down for 10 s | AGN | 0.11 | 14.0 | nothing |"
     table = f"| what | rule | 1 | 2 | 3 |\n| --- | --- | --- | --- | --- |\n{kept}\n"
-    (tmp_path / "many-machines.md").write_text(f"# Page\n\n## Faults, measured\n\n{table}")
+    (tmp_path / "faults.md").write_text(f"# Page\n\n{table}")
     command = [sys.executable, script, "--only", "late/agn", "--out", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    page = (tmp_path / "many-machines.md").read_text()
-    assert page.startswith(
-        "# Page\n\n## Faults, measured\n\nMade by `python benchmarks/ray_faults.py`. "
-    )
+    page = (tmp_path / "faults.md").read_text()
+    assert "\n\nMade by `python benchmarks/ray_faults.py`. " in page
     assert f"\n{kept}\n" in page
     (row,) = [line for line in page.splitlines() if line.startswith("| a worker joins late")]
     _, _, rule, usual, gap, lost, _ = map(str.strip, row.split("|"))
