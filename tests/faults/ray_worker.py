@@ -14,15 +14,18 @@ shard. Times are of the machine's monotonic clock.
 import json
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
 import numpy as np
+import ray
 
 from springline import AGN, ElasticAverage, ModelAverage, Worker
 from springline.center import Layout, ray_peer
 from springline.center.ray import RayCenter
-from springline.center.served.messages import Reply, span
+from springline.center.served.messages import span
+from springline.center.served.peer import NotHereError
 from springline.rules import SGD
 from springline.run import Run
 
@@ -70,17 +73,19 @@ def flat(worker):
 
 
 def hold_replies(home, note):
-    """While `HOME/hold` is there, take no data of a shard's reply: it stays where the shard is."""
-    fetch, hold = ray_peer._whole, home / "hold"
+    """While `HOME/hold` is there, fetch no shard's reply: it stays where the shard is."""
+    result, hold = ray_peer._Pending.result, home / "hold"
 
-    def fetch_later(answer, timeout):
-        if isinstance(answer, Reply) and hold.exists():
+    def result_later(pending, timeout):
+        if hold.exists() and threading.current_thread() is threading.main_thread():
+            if not ray.wait([pending._ref], timeout=timeout, fetch_local=False)[0]:
+                raise NotHereError
             note("held")
             while hold.exists():
                 time.sleep(0.01)
-        return fetch(answer, timeout)
+        return result(pending, timeout)
 
-    ray_peer._whole = fetch_later
+    ray_peer._Pending.result = result_later
 
 
 def last_step(home, rank):

@@ -34,7 +34,7 @@ from springline.center.ray_peer import (
     shard_name,
     shard_peers,
 )
-from springline.center.served.book import KEPT
+from springline.center.served.book import kept
 from springline.center.served.center import ServedCenter, first_parts
 from springline.center.served.head import GRACE
 from springline.center.served.messages import cut
@@ -259,7 +259,7 @@ def _how_many(plan: Plan, rule: Rule, shards: int | None, saved: bool) -> int:
     if shards < 1:
         raise CenterError(f"`shards` must be an integer >= 1. Received: {shards}.")
     memory = sum(node["Resources"].get("memory", 0.0) for node in nodes)
-    replies = min(plan.workers, KEPT) if rule.adopts_message else 1
+    replies = min(plan.workers, kept(held // shards)) if rule.adopts_message else 1
     slots = plan.workers if plan.synchronous else 1 + replies  # and a message on its way
     copies = 2 if saved else 0  # while checkpoints are written, perhaps all at once
     needed = len(cut(plan, shards)) * _PROCESS + (1 + copies) * held + slots * plan.layout.nbytes

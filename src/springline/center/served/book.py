@@ -12,7 +12,7 @@ from springline.center.errors import taken_over
 from springline.center.layout import Bytes
 from springline.center.served.messages import Reply, Row, Sender
 
-KEPT = 4  # replies that are kept at most
+_KEPT = 4, 1 << 28  # replies that are kept: so many, or more in so many bytes
 
 
 class Book:
@@ -101,13 +101,23 @@ class Book:
                 self._rows[rank] = replace(row, steps=steps, exchanges=exchanges)
 
 
+def kept(nbytes: int) -> int:
+    """Return how many replies of this size a shard keeps at most."""
+    count, memory = _KEPT
+    return max(count, memory // max(1, nbytes))
+
+
 class Replies:
-    """The last replies to a few ranks, for retries.
+    """The last replies to some ranks, for retries.
 
     A rank's next exchange acknowledges its last reply: the worker has it, or has given it up.
+
+    Args:
+        most: how many are kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._kept: dict[int, tuple[tuple[int, int], Reply]] = {}  # by rank; the oldest first
         self._table = threading.Lock()
 
@@ -116,7 +126,7 @@ class Replies:
         with self._table:
             self._kept.pop(sender.rank, None)  # the new one is the latest
             self._kept[sender.rank] = sender.at, reply
-            while len(self._kept) > KEPT:
+            while len(self._kept) > self._most:
                 self._kept.pop(next(iter(self._kept)))
 
     def to(self, sender: Sender) -> Reply | None:

@@ -24,7 +24,7 @@ import numpy as np
 from springline.center.errors import CenterError, forgotten
 from springline.center.layout import Bytes, aligned_zeros
 from springline.center.plan import Plan, arrays_of, nbytes_of
-from springline.center.served.book import Book, Replies, Slots
+from springline.center.served.book import Book, Replies, Slots, kept
 from springline.center.served.checkpoints import Checkpoints
 from springline.center.served.merger import Merger
 from springline.center.served.messages import Message, Reply, Row, Sender, Trouble, cut, span
@@ -66,7 +66,7 @@ class Shard:
         self.life = uuid.uuid4().hex
         self._as_of = self._back_to = time.time()  # the last exchange; the last before this life
         self._book = Book()
-        self._replies = Replies()
+        self._replies = Replies(kept(len(self._center)))
         self._slots = Slots()
         self._mean: Reply | None = None  # of the last round that was reduced here
         self._turn = threading.Lock()  # of an exchange, if the center has locks
