@@ -114,7 +114,7 @@ def run(
     env: Annotated[
         list[str] | None,
         typer.Option(
-            help="Send this environment variable to the workers; may be repeated. No other is.",
+            help="Send this environment variable to the workers, and no other; may be repeated.",
             metavar="NAME",
             rich_help_panel=_CLUSTER,
         ),

@@ -65,5 +65,5 @@ def test_a_token_that_is_missing_is_said(init, listening):
     error = ConnectionError("Failed to connect")
     error.__cause__ = RuntimeError("InvalidAuthToken: Authentication token is missing")
     init(error)
-    with pytest.raises(CenterError, match=r"asks for a token. Set RAY_AUTH_MODE=token here"):
+    with pytest.raises(CenterError, match=r"asks for a token. Set RAY_AUTH_MODE=token on"):
         connect(listening)

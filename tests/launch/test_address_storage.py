@@ -44,7 +44,7 @@ def test_a_shard_that_dies_without_a_storage_ends_the_run(train, command, run, t
     assert "; the one on its cluster may be newer) is in " in exported.output
     os.kill(pid_of(actors_of(name)["shard-0"]), signal.SIGKILL)
     assert running.wait(PATIENCE) == 1, running.output
-    assert "its part is kept nowhere (`--storage none`): the run ends." in running.output
+    assert "and is kept nowhere (`--storage none`): the run ends." in running.output
     assert "it is taken from its last copy here" in running.output
     assert "The center has 1 shard: this model cannot be cut into 2." in run.log(0) + run.log(1)
     assert [worker.restarts for worker in run.state.workers] == [0, 0]

@@ -5,6 +5,7 @@ import re
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from springline.center.served.center import ServedCenter
 from springline.center.served.storage import Storage
 from springline.launch import ray_keeper
 from springline.launch.directory import LaunchError
+from springline.launch.ray_backend import RayBackend
 from springline.launch.ray_keeper import RayKeeper, center_name, check_center, storage_of
 from springline.launch.request import ClusterRequest
 from springline.launch.state import CenterStatus, LaunchState
@@ -52,12 +54,36 @@ def test_a_run_keeps_the_name_of_its_center_when_it_is_moved(tmp_path):
     assert center_name(moved) == name
 
 
+class Members(contextlib.nullcontext):
+    """A center on a cluster with members of which one after the other leaves."""
+
+    def __init__(self, *ranks):
+        super().__init__(self)
+        self._ranks = list(ranks)
+
+    def members(self):
+        return [self._ranks.pop(), *self._ranks] if self._ranks else []
+
+
+def test_a_copy_of_a_run_does_not_use_the_center_of_the_other(tmp_path, monkeypatch):
+    LaunchState("train.py", [], 0.0, 1, center="digits-1").write(tmp_path)
+    there = {"digits-1": Members(0, 1, 2)}
+    monkeypatch.setattr(ray_keeper, "open_center", there.get)
+    monkeypatch.setattr(ray_keeper.time, "sleep", lambda _: None)
+    check_center(tmp_path, "digits-1", None)
+    assert there["digits-1"].members() == []  # they were waited for
+    there["digits-1"] = Members(0, 1)
+    monkeypatch.setattr(ray_keeper, "_LEAVING", -1.0)
+    with pytest.raises(LaunchError, match=r"Workers of another launcher .* digits-1, .*: ranks \["):
+        check_center(tmp_path, "digits-1", None)
+
+
 def test_a_run_whose_center_is_gone_does_not_start_over(tmp_path, monkeypatch):
     run, full = tmp_path / "run", tmp_path / "full"
     (run / "center").mkdir(parents=True)
     CenterStatus({}, 0, [], []).write(run / "center")
     Storage(str(full)).write("head", {})
-    there = {"digits-1": True}
+    there = {"digits-1": Members()}
     monkeypatch.setattr(ray_keeper, "open_center", there.get)
     check_center(run, "digits-1", None)
     check_center(run, "digits-2", str(full))
@@ -144,7 +170,28 @@ def test_the_center_is_copied_and_kept_at_the_end(serve, tmp_path, monkeypatch):
         time.sleep(0.01)
     np.testing.assert_array_equal(load_file(copy)["center/w"], 3)
     np.testing.assert_array_equal(load_file(keeper.finish())["w"], 3)
-    assert keeper.silence < 30
+
+
+def test_saving_is_no_silence(tmp_path):
+    keeper = keeper_of(tmp_path)
+    keeper._answered -= 30
+    assert keeper.silence > 29
+    keeper._saving = True
+    assert keeper.silence == 0
+
+
+def test_that_nobody_answers_is_said_once(tmp_path):
+    said, keeper = [], SimpleNamespace(silence=21.0)
+    backend = SimpleNamespace(
+        _center=keeper, _silent=False, _say=said.append, _ranks=[], _waiting=set()
+    )
+    for silence in (1.0, 21.0, 22.0, 1.0, 30.0):
+        keeper.silence = silence
+        RayBackend.tick(backend)
+    assert [text.partition(". ")[0] for text in said] == [
+        "The center has not answered for 21 s",
+        "The center has not answered for 30 s",
+    ]
 
 
 class Silent(contextlib.nullcontext):

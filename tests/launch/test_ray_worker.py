@@ -1,10 +1,10 @@
 """A worker on a cluster, without a cluster: its actor is called here, as Ray would."""
 
 import contextlib
+import logging
 import os
 import signal
 import tempfile
-from types import SimpleNamespace
 
 import pytest
 from launched import wait_for
@@ -16,7 +16,7 @@ from springline.launch.directory import LaunchError
 from springline.launch.ray_worker import RayWorker
 from springline.launch.request import ClusterRequest
 from springline.launch.state import CenterStatus
-from springline.launch.worker_actor import Assignment, FilePart, WorkerActor, files
+from springline.launch.worker_actor import Assignment, FilePart, WorkerActor
 
 
 def assignment(script, directory, **environment):
@@ -80,9 +80,8 @@ def on_ray(tmp_path, monkeypatch):
     """`on_ray(text)` makes a worker of a script; its actor is `worker.actors.here`."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(worker_actor.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
-    node = SimpleNamespace(get_node_id=lambda: "0123456789")
-    monkeypatch.setattr(worker_actor.ray, "get_runtime_context", lambda: node)
     monkeypatch.setattr(worker_actor, "_POLL", 0.05)
+    monkeypatch.setattr(worker_actor, "_BACK", 0.3)
     monkeypatch.setattr(ray_worker, "_AGAIN", 0.0)
     made = []
 
@@ -109,38 +108,38 @@ def ended(worker):
     return worker.entry.exit_code
 
 
-def test_what_a_worker_writes_comes_to_the_run_directory(on_ray, script, tmp_path):
+def test_what_a_worker_writes_comes_to_the_run_directory(on_ray, script, tmp_path, caplog):
     path = script(
         "import os, springline, sys\n"
         "print('in', os.getcwd(), os.environ.get('SECRET'), os.environ['MINE'])\n"
         "for step in springline.steps(3):\n"
         "    springline.log(loss=1.0)\n"
         "springline.report('well')\n"
-        "own = springline.directory()\n"
-        "(own / 'deep').mkdir(exist_ok=True)\n"
-        "(own / 'deep' / 'large').write_bytes(bytes(40_000_000))\n"
-        "(own / 'empty').touch()\n"
-        "(own / '.hidden').touch()\n"
+        "(springline.directory() / 'own').touch()\n"
+        "print('x' * 20_000_000)\n"
         "sys.exit(3)\n"
     )
+    caplog.set_level(logging.WARNING)
     worker = on_ray(path, MINE="mine")
     assert ended(worker) == 3
     run = tmp_path / "run"
     log = (run / "logs" / "rank-0.log").read_text()
     assert log.startswith("--- rank 0, start 1, ")
-    assert log.endswith(f"in {tmp_path} None mine\nwell\n")
+    assert f"in {tmp_path} None mine\nwell\n" in log
+    assert log.endswith("x" * 20_000_000 + "\n")
     assert len((run / "metrics" / "rank-0.jsonl").read_text().splitlines()) == 4
     assert (run / "total").read_text() == "3\n"
     assert (run / "report.txt").read_text() == "well\n"
-    assert (run / "deep" / "large").stat().st_size == 40_000_000
-    assert (run / "empty").exists()
-    assert not (run / ".hidden").exists()
+    assert not (run / "own").exists()
+    own = worker.actors.here._directory
+    assert caplog.messages == [f"Worker 0 has left files in {own} on {worker.entry.machine}."]
     assert worker.entry.machine.endswith(" (127.0.0.1)")
 
     assert ended(worker) == 3  # the same actor starts it again
     log = (run / "logs" / "rank-0.log").read_text()
     assert log.count("--- rank 0, start ") == log.count("in ") == log.count("well") == 2
-    assert (run / "deep" / "large").stat().st_size == 40_000_000
+    worker.actors.end()
+    assert [path.name for path in own.iterdir()] == ["own"]
 
 
 def test_a_call_that_is_lost_is_made_again(on_ray, script, tmp_path):
@@ -230,12 +229,22 @@ def test_a_worker_has_ended_though_what_it_has_left_running_prints_on(on_ray, sc
     os.kill(max(int(line) for line in text.split("\n")[1:-1]), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("name", ["/etc/passwd", "../escaped", "launch.json", "center/status.json"])
-def test_a_name_from_elsewhere_stays_in_the_directory(on_ray, script, tmp_path, name):
+@pytest.mark.parametrize("name", ["/etc/passwd", "../escaped", "launch.json", "logs/rank-1.log"])
+def test_only_a_workers_own_files_are_written(on_ray, script, tmp_path, name):
     worker = on_ray(script("print(1)"))
     worker._write(FilePart(name, 0, 0, b"written"))
     assert list((tmp_path / "run").iterdir()) == []
     assert not (tmp_path / "escaped").exists()
+
+
+def test_a_file_that_shrinks_after_the_end_does_not_keep_the_launcher(on_ray, script, tmp_path):
+    worker = on_ray(script("print('x' * 100)"))
+    worker.start()
+    log = worker.actors.here._directory / "logs" / "rank-0.log"
+    wait_for(lambda: worker.actors.here.news({}, False).ended)
+    log.write_text("short")
+    wait_for(worker.look)
+    assert worker.entry.exit_code == 0
 
 
 def test_a_full_disk_costs_output_and_no_worker(on_ray, script, tmp_path, caplog):
@@ -250,26 +259,38 @@ def test_what_a_killed_worker_has_left_is_removed_when_it_starts_again(on_ray, s
     assert left.parent == tmp_path
     (left / "logs").mkdir()
     (left / "logs" / "rank-0.log").write_text("of one that was killed")
-    assert ended(on_ray(script("print(2)"))) == 0
+    worker = on_ray(script("print(2)"))
+    assert ended(worker) == 0
     assert "killed" not in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
-    on_ray(script("print(1)")).actors.here.close()
+    worker.actors.end()
     assert not left.exists()
 
 
-def test_what_is_no_file_is_left_out(tmp_path):
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "rank-0.log").write_text("1234")
-    (tmp_path / "linked").symlink_to("/etc/passwd")
-    (tmp_path / "stop").touch()
-    assert files(tmp_path) == {"logs/rank-0.log": (0, 4)}
-    assert files(tmp_path, ["linked", "gone"]) == {}
+def test_a_directory_of_somebody_else_is_not_used(on_ray, script, tmp_path):
+    directory = on_ray(script("print(1)")).actors.here._directory
+    directory.rmdir()
+    (tmp_path / "elsewhere").mkdir()
+    directory.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PermissionError, match="belongs to somebody else"):
+        on_ray(script("print(1)"))
+    directory.unlink()
+
+
+def test_a_worker_whose_actor_does_not_answer_waits(on_ray, script):
+    worker = on_ray(script("import time; time.sleep(1000)"))
+    worker.start()
+    wait_for(lambda: not worker.look() and worker.entry.pid)
+    assert worker.waits == 0
+    worker.actors.errors += [ActorUnavailableError("away", b"0" * 16)] * 3
+    wait_for(lambda: not worker.look() and worker.waits)
+    wait_for(lambda: not worker.look() and not worker.waits)
 
 
 def test_only_what_was_asked_for_is_sent_along(monkeypatch):
     monkeypatch.setenv("WANTED", "1")
     monkeypatch.setenv("SECRET", "2")
     assert ray_backend.environment(["WANTED"]) == {"WANTED": "1"}
-    with pytest.raises(LaunchError, match=r"that is set here\. Received: ABSENT\."):
+    with pytest.raises(LaunchError, match=r"variable ABSENT \(`--env`\), but it is not set here"):
         ray_backend.environment(["WANTED", "ABSENT"])
 
 

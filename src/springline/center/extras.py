@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from springline.center.checkpoint import write_tensors
+from springline.center.errors import CheckpointError
 
 NAME = "extras.safetensors"
 _ALIASES = "aliases"
@@ -37,9 +38,12 @@ def with_extras(directory: Path, values: Mapping[str, NDArray[Any]]) -> dict[str
     """Return the center's values and what is written beside it: the model's whole state."""
     whole = dict(values)
     if (directory / NAME).exists():
-        with safe_open(directory / NAME, framework="np") as file:
-            names = file.keys()  # the file itself cannot be iterated over
-            whole |= {name: file.get_tensor(name) for name in names}
-            aliases = json.loads((file.metadata() or {}).get(_ALIASES, "{}"))
+        try:
+            with safe_open(directory / NAME, framework="np") as file:
+                names = file.keys()  # the file itself cannot be iterated over
+                whole |= {name: file.get_tensor(name) for name in names}
+                aliases = json.loads((file.metadata() or {}).get(_ALIASES, "{}"))
+        except SafetensorError as error:
+            raise CheckpointError(f"{directory / NAME} is damaged: {error}. Remove it.") from error
         whole |= {alias: values[name].copy() for alias, name in aliases.items()}
     return whole

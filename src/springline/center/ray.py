@@ -1,7 +1,7 @@
 """A center on a Ray cluster: head and shards are named, detached actors that Ray starts again.
 
 They outlive the processes that made them, and retire by themselves, saved, when nobody has been a
-member for a while. Ray's own repeats are off: a call is repeated by whoever made it, and a shard
+member for a while. Ray's own retries are off: a call is retried by whoever made it, and a shard
 knows a repeat (`served/shard.py`).
 """
 
@@ -94,7 +94,7 @@ class RayCenter(ServedCenter):
                 that dies ends the run.
             every: exchanges, and seconds, between two checkpoints of a shard, whichever comes
                 first. So much is lost, at most, of the part that a shard holds, when it dies.
-            grace: seconds without a sign of life after which a worker counts as dead.
+            grace: seconds without a heartbeat after which a worker counts as dead.
             linger: seconds without a worker after which the center saves itself and retires.
             join: whether the center is known to have been made: it is not made anew.
         """
@@ -189,8 +189,13 @@ def _call_head(
 
     A head that is just ending, because its center was ended or could not be made, is waited for.
     """
-    name, deadline = about[0], time.monotonic() + _ENDING
-    options = {"max_concurrency": _CALLS + 2 * workers, "scheduling_strategy": "SPREAD"}
+    (name, storage, *_), deadline = about, time.monotonic() + _ENDING
+    options: dict[str, Any] = {
+        "max_concurrency": _CALLS + 2 * workers,
+        "scheduling_strategy": "SPREAD",
+    }
+    if not storage:
+        options["max_restarts"] = 0  # it would not know its center any more
     while True:
         head = make_actor(RayHead, head_name(name), options, *about)
         try:

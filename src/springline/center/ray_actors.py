@@ -51,7 +51,7 @@ class RayHead(Head):
     Args:
         name: the center's.
         storage: where it writes down what the center is, if anywhere.
-        grace: seconds without a sign of life after which a member counts as dead.
+        grace: seconds without a heartbeat after which a member counts as dead.
         linger: seconds without a member after which the center saves itself and retires.
     """
 
@@ -84,7 +84,9 @@ class RayHead(Head):
 
     async def make_shards(self, rule: Rule) -> None:
         """Make those shards that are not there: after all had died, or the center had retired."""
-        if self.description:
+        if self._ending:
+            raise EndedError("The center is being ended. Start the run again.")
+        if self.description and self.storage:  # else they would be empty
             self._make_shards(rule, self.description)
 
     async def create(

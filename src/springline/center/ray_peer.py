@@ -174,11 +174,11 @@ def connect(address: str | None = None) -> None:
             "(logs/ray_client_server*.err on its head node). Start that node with "
             "`GRPC_ENABLE_FORK_SUPPORT=0 ray start --head`, which helps with a recent grpcio."
         ) from error
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        if "InvalidAuthToken" in f"{error} {error.__cause__}":
+    except (ConnectionError, RayError, RuntimeError, ValueError) as error:
+        if "InvalidAuthToken" in f"{error} {error.__cause__}" or isinstance(error, RayError):
             raise CenterError(
-                f"The Ray cluster {where} asks for a token. Set RAY_AUTH_MODE=token here, and copy "
-                "~/.ray/auth_token from a machine of the cluster."
+                f"The Ray cluster {where} asks for a token. Set RAY_AUTH_MODE=token on every "
+                "machine, and copy ~/.ray/auth_token from one that has it."
             ) from error
         if address == "auto":
             raise nobody from error

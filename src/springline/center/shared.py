@@ -272,13 +272,13 @@ def _open_locks(directory: Path) -> RecordLocks:
         raise CenterError(f"Cannot open {directory / _LOCK}: {error.strerror}.") from error
 
 
-def write_private(path: Path, text: str) -> None:
-    """Write a small file atomically, for its owner only."""
+def write_private(path: Path, text: str | bytes) -> None:
+    """Write a file atomically, for its owner only."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     fd = os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(fd, "wb") as file:
-            file.write(text.encode())
+            file.write(text.encode() if isinstance(text, str) else text)
             file.flush()
             os.fsync(fd)
         temporary.replace(path)

@@ -47,8 +47,8 @@ class Backend:
     def tick(self) -> None:
         """Do what is to be done several times a second."""
 
-    def gone(self, worker: Task) -> None:
-        """Take note that a worker has ended or was lost."""
+    def gone(self, worker: Task, stopping: bool) -> None:
+        """Take note that a worker has ended or was lost, perhaps because all were stopped."""
 
     def finish(self, hurried: Callable[[], bool]) -> Path | None:
         """Keep the center for good, when all workers are gone; see `Keeper.finish`.

@@ -195,7 +195,7 @@ class Launcher:
     def _ended(self, process: Task) -> None:
         entry = process.entry
         how = f"{process.name.capitalize()} {process.describe_end()}"
-        self._backend.gone(process)
+        self._backend.gone(process, self._status is not None)
         if process.refused:
             entry.state = "failed"
             if self._status is None:  # else it was said of another

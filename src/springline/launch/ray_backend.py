@@ -103,7 +103,7 @@ class RayBackend(Backend):
         silence = self._center.silence
         if silence > _SILENCE and not self._silent:
             self._say(
-                f"The center has not answered for {silence:.0f} s. It is waited for. If the whole "
+                f"The center has not answered for {silence:.0f} s. Still waiting. If the whole "
                 "cluster is gone, Ray ends this process within a minute or two: start the cluster "
                 "again, and go on with the same `--run`."
             )
@@ -113,15 +113,16 @@ class RayBackend(Backend):
             ranks = ", ".join(map(str, sorted(new)))
             who = f"Worker {ranks} has" if len(new) == 1 else f"Workers {ranks} have"
             self._say(
-                f"{who} not started yet, for want of room or because a machine is still being made "
-                f"ready: each needs {_amounts(_resources(self._asked))}. See `ray status`."
+                f"{who} no machine yet: there are no free resources, or a node is still starting, "
+                f"or does not answer. Each needs {_amounts(_resources(self._asked))}; see `ray "
+                "status`."
             )
         self._waiting = waiting
 
-    def gone(self, worker: Task) -> None:
+    def gone(self, worker: Task, stopping: bool) -> None:
         """Tell the center, so that nobody waits for it; end a run that cannot go on."""
         how = f"{worker.name.capitalize()} {worker.describe_end()}."
-        if worker.refused or worker.entry.exit_code == 0:
+        if stopping or worker.refused or worker.entry.exit_code == 0:
             self._center.gone(worker.entry.rank)
         elif self._is_cut_off():
             worker.refused = (
@@ -130,8 +131,8 @@ class RayBackend(Backend):
             )
         elif not self.resumable and self._center.is_lost():
             worker.refused = (
-                f"{how} A shard of the center has died, too, and its part is kept nowhere "
-                "(`--storage none`): the run ends."
+                f"{how} A part of the center has died, too, and is kept nowhere (`--storage "
+                "none`): the run ends."
             )
         else:
             self._center.gone(worker.entry.rank)
@@ -168,12 +169,14 @@ class _Warnings(logging.Handler):
     def __init__(self, say: Say) -> None:
         super().__init__(logging.WARNING)
         self._say = say
-        self._said: dict[str, float] = {}
+        self._said: dict[tuple[str, ...], float] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
         """Say it, unless the same was said a moment ago."""
-        if time.monotonic() - self._said.get(record.msg, -_AGAIN) >= _AGAIN:
-            self._said[record.msg] = time.monotonic()
+        args = record.args if isinstance(record.args, tuple) else ()
+        what = record.msg, *map(str, args[:1])  # numbers may follow
+        if time.monotonic() - self._said.get(what, -_AGAIN) >= _AGAIN:
+            self._said[what] = time.monotonic()
             self._say(" ".join(record.getMessage().split()))
 
 
@@ -203,7 +206,8 @@ def environment(names: Sequence[str]) -> dict[str, str]:
     for name in names:
         if name not in os.environ:
             raise LaunchError(
-                f"`--env` must be the name of a variable that is set here. Received: {name}."
+                f"The workers are to get the environment variable {name} (`--env`), but it is not "
+                "set here. Set it."
             )
     return {name: os.environ[name] for name in names}
 

@@ -22,6 +22,7 @@ from springline.center.checkpoint import newest
 from springline.center.ray import RayCenter, retire
 from springline.center.ray_peer import door
 from springline.center.served.founding import find_center
+from springline.center.served.head import GRACE
 from springline.center.served.messages import Trouble
 from springline.center.served.peer import PeerLostError
 from springline.center.served.storage import Storage
@@ -33,6 +34,7 @@ from springline.launch.state import CenterStatus, LaunchState
 _EVERY = 1.0  # seconds between two looks at the center
 _ANSWER = 5.0  # seconds that two looks may take
 _TROUBLE = 10.0  # seconds between two questions whether shards are in trouble
+_LEAVING = GRACE + 5.0  # seconds that workers of a launcher that was killed may take to be gone
 _SAVING = 300.0  # seconds that reading and saving a center may take at the end
 _HURRY = 5.0  # seconds of it that are left once somebody is in a hurry
 _log = logging.getLogger("springline")
@@ -61,12 +63,13 @@ class RayKeeper(Keeper):
         self._shards: dict[str, Trouble] = {}  # what each said last, by name
         self._ask_shards_at = 0.0
         self._save_at = 0.0
+        self._saving = False
         self._answered = time.monotonic()
 
     @property
     def silence(self) -> float:
         """Seconds since the center has answered, or Ray has said that there is none."""
-        return time.monotonic() - self._answered
+        return 0.0 if self._saving else time.monotonic() - self._answered
 
     def gone(self, rank: int) -> None:
         """Tell the center that a worker is gone, so that nobody waits for it."""
@@ -77,7 +80,7 @@ class RayKeeper(Keeper):
     def is_lost(self) -> bool:
         """Whether there was a center and there is none any more; waits for the next look."""
         deadline, before = time.monotonic() + _ANSWER, self._looks
-        while self._looks < before + 2 and time.monotonic() < deadline:
+        while not self._lost and self._looks < before + 2 and time.monotonic() < deadline:
             time.sleep(0.05)
         return self._lost
 
@@ -116,7 +119,9 @@ class RayKeeper(Keeper):
             self._looks += 1
             if self._last and time.monotonic() > self._save_at:
                 self._save_at = time.monotonic() + self._every
+                self._saving = True
                 why = self._try_to_save()
+                self._saving = False
                 if why and not failed and not self._stop.is_set():  # once, not every 30 seconds
                     self._say(f"No copy of the center in {self._directory}: {why}")
                 failed = why is not None
@@ -181,7 +186,8 @@ class RayKeeper(Keeper):
             _log.warning("No checkpoint of %s%s: %s", name, more, failed[name])
 
     def _retire(self, center: Any) -> None:
-        self._look()
+        with contextlib.suppress(CenterError, OSError, RayError):  # it can be retired all the same
+            self._look()
         center.save(self._checkpoint)
         center.retire()
         if self._last:
@@ -233,15 +239,25 @@ def storage_of(asked: ClusterRequest, directory: Path, name: str) -> str | None:
 
 
 def check_center(directory: Path, name: str, storage: str | None) -> None:
-    """Refuse a storage that cannot be used, and a run whose center is gone."""
+    """Refuse a storage that cannot be used, and a run whose center is gone or in use."""
     kept = False
     if storage:
         try:
             kept = find_center(Storage(storage)) is not None
         except CheckpointError as error:
             raise LaunchError(f"{error} Give another with `--storage`.") from error
-    made = CenterStatus.read(directory / CENTER) is not None
-    if made and not kept and open_center(name) is None:
+    made, center = CenterStatus.read(directory / CENTER) is not None, open_center(name)
+    deadline = time.monotonic() + _LEAVING
+    while center and (members := center.members()):
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"Workers of another launcher are at work with {name}, the center of the run in "
+                f"{directory}: ranks {members}. Is there a copy of this directory in which the run "
+                "goes on? Wait for its end, or start a new run."
+            )
+        time.sleep(0.2)
+        center = open_center(name)
+    if made and not kept and center is None:
         where = f"is not in {storage} any more" if storage else "was started with `--storage none`"
         raise LaunchError(
             f"The center of the run in {directory} {where}: it is gone, and the run cannot go on. "

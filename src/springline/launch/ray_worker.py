@@ -13,15 +13,15 @@ import os
 import signal
 import time
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
 
-from springline.launch.directory import CENTER, LOCK
-from springline.launch.state import NAME as STATE_NAME
-from springline.launch.state import STATUS_NAME, CenterStatus
+from springline.center.shared import write_private
+from springline.launch.directory import CENTER
+from springline.launch.state import CenterStatus
 from springline.launch.task import Task
 from springline.launch.worker_actor import Assignment, FilePart, News, Version, WorkerActor
 from springline.run import Run
@@ -29,7 +29,6 @@ from springline.run import Run
 _log = logging.getLogger("springline")
 _AGAIN = 0.5  # seconds before an actor that is away is asked again
 _PATIENCE = 5.0  # seconds after which an actor that was told to kill its worker is killed itself
-_LAUNCHERS = ("stop", LOCK, STATE_NAME, f"{CENTER}/{STATUS_NAME}")  # files that no worker writes
 
 
 class RayWorker(Task):
@@ -56,7 +55,8 @@ class RayWorker(Task):
         self._alive = self._begun = False
         self._kill_at: float | None = None
         self._away = ""  # why it was lost
-        self._since = 0.0  # when it was to start
+        self._since = 0.0  # when it was to start, or its actor was last there
+        self._missed = False  # whether its actor does not answer
         self.closing: Any = None  # its actor's last answer
 
     @property
@@ -66,15 +66,17 @@ class RayWorker(Task):
 
     @property
     def waits(self) -> float:
-        """For how many seconds it has been about to start."""
-        return time.monotonic() - self._since if self._alive and not self._begun else 0.0
+        """For how many seconds it has had no machine that answers."""
+        waiting = self._alive and (self._missed or not self._begun)
+        return time.monotonic() - self._since if waiting else 0.0
 
     def start(self) -> None:
         """Let its actor start it."""
         if self._actor is None:
             make = ray.remote(WorkerActor).options(**self._options)
             self._actor = make.remote(self._assignment)
-        self._alive, self._begun, self._kill_at, self._away = True, False, None, ""
+        self._alive, self._begun, self._missed = True, False, False
+        self._kill_at, self._away = None, ""
         self._start += 1
         self._since = time.monotonic()
         self.entry.state, self.entry.exit_code, self.entry.pid = "starting", None, None
@@ -103,7 +105,10 @@ class RayWorker(Task):
         try:
             news: News = ray.get(asked)
         except ActorUnavailableError:  # it may answer, or is being restarted
-            self._ask_at = time.monotonic() + _AGAIN
+            now = time.monotonic()
+            if not self._missed:
+                self._missed, self._since = True, now
+            self._ask_at = now + _AGAIN
             return False
         except RayError as error:
             if not self._known:  # it has never been there
@@ -147,6 +152,7 @@ class RayWorker(Task):
         self._asked = getattr(self._actor, method).remote(*arguments)
 
     def _hear(self, news: News) -> bool:
+        self._missed = False
         if news.actor != self._known:  # its files are others
             self._known, self._have = news.actor, {}
             if self._begun:
@@ -165,6 +171,8 @@ class RayWorker(Task):
         if news.stopping:
             Run(self._directory).stop()
         if news.ended and not news.parts:
+            if news.left:
+                _log.warning("%s has left files in %s.", self.name.capitalize(), news.left)
             return self._end(news.code)
         if self._kill_at is not None:
             self._kill_at = time.monotonic() + _PATIENCE  # it answers
@@ -191,17 +199,17 @@ class RayWorker(Task):
     def _write(self, part: FilePart) -> None:
         """Write what has come of a file; what cannot be written is left out."""
         self._have[part.name] = part.version, part.start + len(part.data)
-        inside = PurePosixPath(part.name)
-        if inside.is_absolute() or ".." in inside.parts or part.name in _LAUNCHERS:
+        path = self._directory / part.name
+        if part.name not in self._assignment.files:
             return
-        path = self._directory / inside
-        fresh = part.version != 0 and part.start == 0  # another version of it
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            fd = os.open(path, flags | (os.O_TRUNC if fresh else os.O_APPEND), 0o600)
-            with os.fdopen(fd, "wb") as file:
-                file.write(part.data)
+            if part.version:
+                write_private(path, part.data)
+            else:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_APPEND
+                with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
+                    file.write(part.data)
         except OSError as error:
             _log.warning("Some of what %s has written is lost: %s", self.name, error)
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
-import stat
 import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,8 @@ from springline.run import REPORT, Run
 
 _POLL = 1.0  # seconds that the launcher's question waits for something new
 _PAUSE = 0.1
-_MOST = 1 << 24  # bytes of files in one answer
+_BACK = 10.0  # seconds in which a script that was there before may be back
+_MOST = 1 << 24  # bytes of a file that grows in one answer
 # What Ray sets for its own processes, of which the script is none.
 _RAYS = {
     "PYTHONBREAKPOINT",
@@ -55,10 +54,16 @@ class Assignment:
     cluster: Cluster  # where the center is
     environment: dict[str, str]
 
+    @property
+    def files(self) -> tuple[str, ...]:
+        """What the run needs of what the worker writes: two files that grow, others replaced."""
+        growing = f"logs/rank-{self.rank}.log", f"metrics/rank-{self.rank}.jsonl"
+        return (*growing, "total", REPORT, f"{CENTER}/{EXTRAS}")
+
 
 @dataclass(frozen=True)
 class FilePart:
-    """Bytes of a file of the worker's directory, from `start` on."""
+    """Bytes of a file of the worker's directory: what is new at its end, or all of it."""
 
     name: str
     version: int
@@ -78,6 +83,7 @@ class News:
     code: int | None = None  # then
     stopping: bool = False  # whether it asks all workers to stop
     parts: tuple[FilePart, ...] = ()
+    left: str | None = None  # where the script has left files of its own
 
 
 class WorkerActor:
@@ -89,12 +95,13 @@ class WorkerActor:
 
     def __init__(self, assignment: Assignment) -> None:
         self._given = assignment
-        # The name is drawn with the run's: a worker that was killed here has left the same one.
-        node = ray.get_runtime_context().get_node_id()
-        name = f"springline-{assignment.cluster.center}-{assignment.rank}-{node[:8]}"
+        # Drawn with the run's name: one that was killed here has left the same directory.
+        name = f"springline-{assignment.cluster.center}-{assignment.rank}"
         self._directory = Path(tempfile.gettempdir(), name)
-        shutil.rmtree(self._directory, ignore_errors=True)
-        self._directory.mkdir(mode=0o700)
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        if self._directory.is_symlink() or self._directory.stat().st_uid != os.getuid():
+            raise PermissionError(f"{self._directory} belongs to somebody else.")
+        self._clear()
         util: Any = ray.util
         self._machine = f"{socket.gethostname()} ({util.get_node_ip_address()})"
         self._id = uuid.uuid4().hex
@@ -116,6 +123,10 @@ class WorkerActor:
             if start != self._start:
                 self._start, self._final = start, None
                 self._refused = self._problem()
+                deadline = time.monotonic() + (_BACK if start > 1 else 0.0)
+                while self._refused and time.monotonic() < deadline:
+                    time.sleep(_PAUSE)
+                    self._refused = self._problem()
                 if not self._refused:
                     self._process = self._make_process(join)
                     self._process.entry.starts = list(starts)
@@ -141,27 +152,49 @@ class WorkerActor:
                 process.look()
                 ended, code = not process.alive, process.entry.exit_code
                 if ended and self._final is None:  # what it has left running may write for ever
-                    self._final = files(self._directory)
+                    self._final = self._files()
             parts, stops = tuple(self._parts(have)), run.stopping() and not stopping
             if ended or parts or stops or time.monotonic() > deadline:
                 found = process.entry.pid, None, ended, code, stops, parts
-                return News(self._id, self._machine, *found)
+                return News(self._id, self._machine, *found, self._left() if ended else None)
             time.sleep(_PAUSE)
 
     def send(self, number: int) -> None:
         """Send the process a signal."""
-        if self._process:
-            self._process.send(signal.Signals(number))
+        with self._turn:
+            if self._process:
+                self._process.send(signal.Signals(number))
 
     def kill(self) -> None:
         """Kill the process and all that it has started."""
-        if self._process:
-            self._process.kill()
+        with self._turn:
+            if self._process:
+                self._process.kill()
 
     def close(self) -> None:
-        """End, and leave nothing behind."""
+        """End, and leave nothing behind but what is the script's own."""
         self.kill()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._clear()
+        with contextlib.suppress(OSError):
+            self._directory.rmdir()
+
+    def __ray_shutdown__(self) -> None:
+        """Clean up before Ray ends this process."""
+        self.close()
+
+    def _clear(self) -> None:
+        """Remove what is ours."""
+        for name in (*self._given.files, "stop"):
+            (self._directory / name).unlink(missing_ok=True)
+        for name in ("logs", "metrics", CENTER):
+            with contextlib.suppress(OSError):  # it is not there, or not empty
+                (self._directory / name).rmdir()
+
+    def _left(self) -> str | None:
+        """Return where the script has left files of its own, if it has."""
+        ours = {self._directory / name for name in (*self._given.files, "stop")}
+        others = any(path not in ours for path in self._directory.rglob("*") if path.is_file())
+        return f"{self._directory} on {self._machine}" if others else None
 
     def _problem(self) -> str | None:
         """Return what is wrong with the script on this machine."""
@@ -182,41 +215,27 @@ class WorkerActor:
         ours |= replace(given.cluster, join=join).environment()
         return WorkerProcess(given.command, self._directory, given.rank, ours, cwd=given.directory)
 
-    def _parts(self, have: Mapping[str, Version]) -> Iterable[FilePart]:
-        """Yield what the launcher has not, until it is enough for one answer.
+    def _files(self) -> dict[str, Version]:
+        """Return which of the files that the run needs are there."""
+        found = {}
+        for name in self._given.files:
+            with contextlib.suppress(OSError):
+                status = (self._directory / name).stat()
+                grows = name.startswith(("logs/", "metrics/"))
+                found[name] = 0 if grows else status.st_mtime_ns, status.st_size
+        return found
 
-        While the process runs, that is only what the run needs; the rest when it has ended.
-        """
-        rank, left = self._given.rank, _MOST
-        needed = [f"logs/rank-{rank}.log", f"metrics/rank-{rank}.jsonl"]
-        needed += ["total", REPORT, f"{CENTER}/{EXTRAS}"]
-        found = files(self._directory, needed) if self._final is None else self._final
-        for name, (version, size) in found.items():
-            known, start = have.get(name, (version, -1))
-            if known == version and start >= size:
+    def _parts(self, have: Mapping[str, Version]) -> Iterator[FilePart]:
+        """Yield what the launcher has not."""
+        for name, (version, size) in (self._final or self._files()).items():
+            known, start = have.get(name, (version, 0))
+            start = start if known == version else 0
+            if start >= size:
                 continue
-            start = start if known == version and start > 0 else 0
+            most = size - start if version else min(_MOST, size - start)
             with contextlib.suppress(OSError):  # it was replaced this very moment
                 with (self._directory / name).open("rb") as file:
                     file.seek(start)
-                    data = file.read(min(left, size - start))
-                yield FilePart(name, version, start, data)
-                left -= len(data)
-            if left <= 0:
-                return
-
-
-def files(directory: Path, names: Iterable[str] | None = None) -> dict[str, Version]:
-    """Return the regular files of a worker's directory, or some of them, that are not hidden."""
-    if names is None:
-        walked = ((Path(folder), every) for folder, _, every in os.walk(directory))
-        paths = [folder / name for folder, every in walked for name in every if name[0] != "."]
-        names = [path.relative_to(directory).as_posix() for path in paths]
-    found = {}
-    for name in names:
-        with contextlib.suppress(OSError):  # it is not there, or not any more
-            status = (directory / name).lstat()
-            if stat.S_ISREG(status.st_mode) and name != "stop":
-                grows = name.startswith(("logs/", "metrics/"))
-                found[name] = 0 if grows else status.st_mtime_ns, status.st_size
-    return found
+                    data = file.read(most)
+                if data:
+                    yield FilePart(name, version, start, data)

@@ -43,7 +43,7 @@ class Head(Founding):
     Args:
         ask_rows: asks the shards, of which it is told how many there are, for their rows.
         storage: where it writes down what the center is, if anywhere.
-        grace: seconds without a sign of life after which a member counts as dead.
+        grace: seconds without a heartbeat after which a member counts as dead.
         name: the center's.
     """
 

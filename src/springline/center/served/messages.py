@@ -91,13 +91,13 @@ class Reply:
 
     Args:
         data: the shard's part: `c` before the exchange where the worker adopts its message, else
-            after it; on the way, what stands for it.
+            after it.
         refused: the number of the block that was not finite; those from it on were not applied.
         forgotten: the exchange was applied, but what `c` was before it is not known any more:
             `data` is the center now, for the worker to go on from.
     """
 
-    data: Any
+    data: Bytes
     refused: int | None = None
     forgotten: bool = False
 

@@ -1,7 +1,7 @@
 """The other side of a call: a head or a shard, in another process or on another machine.
 
 A call may be lost on its way there or on its way back, and whoever makes it cannot tell which. So
-every call is made again until it is answered, and whoever answers must bear being asked twice.
+every call is retried until it is answered, and must be idempotent.
 """
 
 from __future__ import annotations

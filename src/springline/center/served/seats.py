@@ -29,7 +29,7 @@ class Seats:
     """All members, dead or alive.
 
     Args:
-        grace: seconds without a sign of life after which a member counts as dead.
+        grace: seconds without a heartbeat after which a member counts as dead.
 
     Attributes:
         of: the seats, by rank.

@@ -3,7 +3,7 @@
 A shard knows which exchange of each rank it has applied last, and answers a retry of it without
 applying it again: with the center as it is now, which is what most rules adopt. A worker that
 adopts its message needs `c` as it was before, so that reply is kept until the rank's next exchange,
-for a few ranks at most; a retry of any other gets the center as it is now. No copy of the model is
+within bounds; a retry of any other gets the center as it is now. No copy of the model is
 kept per worker, but for what each contributes to a round.
 
 Checkpoints are written by a thread of their own. A shard that is restarted goes on from the last
