@@ -79,7 +79,7 @@ def test_a_machine_without_the_script_is_named(start, hide, three, tmp_path):
     hide(2, project)
     command = start(script)
     assert command.wait(PATIENCE) == 1
-    assert f"The script {script}, to be run from {Path.cwd()}, is not on " in command.output
+    assert f"The script {script}, to be run from /, is not on " in command.output
     assert f"({three[2].address}), or cannot be read there." in command.output
     assert "`--working-dir DIR`" in command.output
     assert "restart" not in command.output
