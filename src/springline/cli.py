@@ -160,6 +160,7 @@ def run(
         for line in failed.last_lines():
             say(f"  {line}")
     if launcher.center is None and status and not launcher.ps:
+        say(f"No center was made yet, so nothing is saved. The output is in {place}/logs.")
         raise typer.Exit(status)
     if launcher.center is None and not launcher.ps:
         say(f"No center was made: does {script} use springline? Its output is in {place}/logs.")

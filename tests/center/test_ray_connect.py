@@ -58,7 +58,9 @@ def test_that_it_takes_long_is_said(listening, caplog, monkeypatch):
 
     monkeypatch.setattr(ray, "init", init)
     connect(listening)
-    assert caplog.messages == [f"Waiting for the Ray cluster at {listening}."]
+    assert caplog.messages == [
+        f"Waiting for the Ray cluster at {listening}, for a minute or two at most."
+    ]
 
 
 def test_a_token_that_is_missing_is_said(init, listening):

@@ -292,6 +292,8 @@ def test_only_what_was_asked_for_is_sent_along(monkeypatch):
     assert ray_backend.environment(["WANTED"]) == {"WANTED": "1"}
     with pytest.raises(LaunchError, match=r"variable ABSENT \(`--env`\), but it is not set here"):
         ray_backend.environment(["WANTED", "ABSENT"])
+    with pytest.raises(LaunchError, match=r"takes a name, without a value. Received: WANTED=2\."):
+        ray_backend.environment(["WANTED=2"])
 
 
 def test_an_actor_asks_for_something_or_ray_would_not_spread_them():

@@ -181,7 +181,8 @@ def test_a_script_that_fails_at_once_ends_the_run(command, script, run, text, li
     worker = next(w for w in run.state.workers if w.state == "failed")
     assert (worker.restarts, worker.exit_code) == (1, 1)
     assert run.log(worker.rank).count("--- rank") == 2
-    assert "No center was made" not in failed.output
+    assert "No center was made yet, so nothing is saved." in failed.output
+    assert "use springline?" not in failed.output
 
 
 def test_a_worker_that_keeps_dying_ends_the_run_and_the_center_is_saved(train, run):

@@ -163,7 +163,8 @@ def connect(address: str | None = None) -> None:
             socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE).close()
         except (OSError, OverflowError, ValueError) as error:
             raise nobody from error
-    waiting = threading.Timer(_PATIENCE, _log.warning, [f"Waiting for the Ray cluster {where}."])
+    words = f"Waiting for the Ray cluster {where}, for a minute or two at most."
+    waiting = threading.Timer(_PATIENCE, _log.warning, [words])
     waiting.daemon = True
     waiting.start()
     try:

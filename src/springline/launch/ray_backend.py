@@ -204,6 +204,8 @@ def connect_with(address: str, directory: str, run: Path) -> None:
 def environment(names: Sequence[str]) -> dict[str, str]:
     """Return the variables that the user sends along; no other leaves this machine."""
     for name in names:
+        if "=" in name:
+            raise LaunchError(f"`--env` takes a name, without a value. Received: {name}.")
         if name not in os.environ:
             raise LaunchError(
                 f"The workers are to get the environment variable {name} (`--env`), but it is not "
