@@ -133,7 +133,7 @@ def failure(pipe, where):
 @pytest.mark.parametrize(
     ("who", "how", "where"),
     [
-        (0, "killed", "add_up"),
+        pytest.param(0, "killed", "add_up", marks=pytest.mark.slow),
         pytest.param(2, "killed", "add_up", marks=pytest.mark.slow),
         pytest.param(2, "killed", "close_round", marks=pytest.mark.slow),
         pytest.param(1, "interrupted", "add_up", marks=pytest.mark.slow),

@@ -282,6 +282,7 @@ def test_a_storage_that_cannot_be_written_is_said_and_nothing_stays(name, tmp_pa
     wait_until_gone(name)
 
 
+@pytest.mark.slow
 def test_a_second_attempt_has_a_storage_of_its_own(name, tmp_path):
     """The head of the first one would write to the first one's."""
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
@@ -298,6 +299,7 @@ def test_another_storage_than_the_centers_is_refused(name, tmp_path):
         make(name, storage=str(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_storage_that_machines_do_not_share_is_refused(name):
     with pytest.raises(CenterError, match=r"is not the same on all machines: what shard-0 of the "):
         make(name, storage="memory://every-process-has-its-own")

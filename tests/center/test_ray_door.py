@@ -43,6 +43,7 @@ time.sleep(0.2)
 """
 
 
+@pytest.mark.slow
 def test_ray_ends_when_nobody_waits_for_an_answer_any_more(cluster):
     command = (sys.executable, "-X", "faulthandler", "-c", SCRIPT)
     process = subprocess.run(command, capture_output=True, text=True, timeout=100)

@@ -19,11 +19,12 @@ from springline.center import Layout
 from springline.center.ray import RayCenter
 
 
-@pytest.mark.parametrize("case", [*slow("worker/agn"), "shard/agn"])
+@pytest.mark.parametrize("case", slow("worker/agn", "shard/agn"))
 def test_a_process_is_killed(case, tmp_path, cluster):
     drill(case, tmp_path, OneMachine(cluster.address), grace=3.0)
 
 
+@pytest.mark.slow
 def test_a_worker_may_join_while_a_shard_is_started_again(tmp_path, cluster):
     values = {"w": np.arange(5.0)}
     rule = ElasticAverage(workers=2, period=1, moving_rate=0.5)
