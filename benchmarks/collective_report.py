@@ -158,7 +158,7 @@ buffer in which the sum arrives is the next center. *In memcpys* is that time ov
 model by all ranks at once.
 
 On a loopback, sending is copying too, done by the same cores, so that a pass over memory counts as
-much here as it ever can. `x` and the center are two buffers, of which an all-reduce fills one: a
+much here as it ever can. `x` and the center are two buffers, and an all-reduce fills only one: a
 memcpy to the other alone takes more than the tenth that the target allows. Sending the buffer in
 chunks, each made while the one before it travels, was tried: it costs the cores as much. Over a
 network the passes take as long as here, while the wire alone needs 80 ms for 100 MB between two

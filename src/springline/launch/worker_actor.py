@@ -31,7 +31,7 @@ _POLL = 1.0  # seconds that the launcher's question waits for something new
 _PAUSE = 0.1
 _BACK = 10.0  # seconds in which a script that was there before may be back
 _MOST = 1 << 24  # bytes of a file that grows in one answer
-# What Ray sets for its own processes, of which the script is none.
+# What Ray sets for its own processes; the script is not one of them.
 _RAYS = {
     "PYTHONBREAKPOINT",
     "RAY_CLIENT_MODE",

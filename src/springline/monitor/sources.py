@@ -166,7 +166,7 @@ class Recent:
         self._changes: deque[tuple[float, int, float]] = deque()
 
     def add(self, time: float, count: int, amount: float = 0.0) -> None:
-        """Note a counter, and an amount that grows with it. One that goes back begins anew."""
+        """Note a counter, and an amount that grows with it. One that goes back starts over."""
         changes = self._changes
         if changes and count < changes[-1][1]:
             changes.clear()
