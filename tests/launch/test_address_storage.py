@@ -3,7 +3,6 @@
 import os
 import signal
 
-import numpy as np
 import pytest
 from clustered import ClusterRun
 from launched import TRAINING, wait_for
@@ -33,24 +32,20 @@ def train(start_command, run, cluster, tmp_path):
 
 
 def test_a_shard_that_dies_without_a_storage_ends_the_run(train, command, run, tmp_path):
-    """At once: no worker is started again. What is left is the copy in the run directory."""
+    """At once: no worker is started again, and there is no center any more."""
     running = train("none", 10_000, "--center-shards", 2)
     wait_for(lambda: run.at_work(4), PATIENCE)
-    copy = run.path / "center" / "checkpoint.safetensors"
-    wait_for(copy.exists, PATIENCE)
     name = center_name(run.path)
-    exported = command("export", run.path, tmp_path / "out.safetensors")
-    assert "The center (version " in exported.output
-    assert "; the one on its cluster may be newer) is in " in exported.output
+    refused = command("export", run.path, tmp_path / "out.safetensors")
+    assert "is on its cluster only (`--storage none`)" in refused.output
     os.kill(pid_of(actors_of(name)["shard-0"]), signal.SIGKILL)
     assert running.wait(PATIENCE) == 1, running.output
     assert "and is kept nowhere (`--storage none`): the run ends." in running.output
-    assert "it is taken from its last copy here" in running.output
+    assert "could not be saved: It is not on the cluster any more" in running.output
     assert "The center has 1 shard: this model cannot be cut into 2." in run.log(0) + run.log(1)
     assert [worker.restarts for worker in run.state.workers] == [0, 0]
     wait_for(lambda: actors_of(name) == {}, PATIENCE)
-    kept = load_file(copy)["center/w"]
-    np.testing.assert_array_equal(load_file(run.path / "center.safetensors")["w"], kept)
+    assert not (run.path / "center.safetensors").exists()
 
 
 def test_a_storage_that_is_behind_at_the_end_is_said(train, run, tmp_path):

@@ -3,7 +3,6 @@
 import contextlib
 import re
 import threading
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,18 +13,18 @@ from safetensors.numpy import load_file
 
 from served import Service, worker
 from springline import AGN, ElasticAverage
-from springline.center import CenterError, Layout, LocalCenter
+from springline.center import CenterError, Layout
 from springline.center.served.center import ServedCenter
 from springline.center.served.storage import Storage
 from springline.launch import ray_keeper
 from springline.launch.directory import LaunchError
+from springline.launch.keeper import storage_of
 from springline.launch.ray_backend import RayBackend
-from springline.launch.ray_keeper import RayKeeper, center_name, check_center, storage_of
-from springline.launch.request import ClusterRequest
+from springline.launch.ray_keeper import RayKeeper, center_name, check_center
 from springline.launch.state import CenterStatus, LaunchState
 from springline.rules import SGD
 
-LAYOUT, RULE = Layout.of({"w": np.zeros(4, np.float32)}), ElasticAverage(workers=2)
+RULE = ElasticAverage(workers=2)
 
 
 def test_every_run_has_a_storage_of_its_own(tmp_path):
@@ -37,11 +36,10 @@ def test_every_run_has_a_storage_of_its_own(tmp_path):
         ("s3://bucket", "s3://bucket/"),
         ("m://", "m://"),
     ):
-        asked = ClusterRequest("auto", storage=given)
-        assert storage_of(asked, run, one) == f"{start}{one}"
-        assert storage_of(asked, run, one) != storage_of(asked, run, two)
-    assert storage_of(ClusterRequest("auto", storage="none"), run, one) is None
-    assert storage_of(ClusterRequest("auto"), run, one) == str(run / "center" / "shards")
+        assert storage_of(given, run, one) == f"{start}{one}"
+        assert storage_of(given, run, one) != storage_of(given, run, two)
+    assert storage_of("none", run, one) is None
+    assert storage_of(None, run, one) == str(run / "center" / "shards")
 
 
 def test_a_run_keeps_the_name_of_its_center_when_it_is_moved(tmp_path):
@@ -112,9 +110,9 @@ def serve(monkeypatch):
         service.close()
 
 
-def keeper_of(run, said=None, every=30.0):
+def keeper_of(run, said=None, storage=None):
     (run / "center").mkdir(exist_ok=True)
-    return RayKeeper(run, every, [].append if said is None else said.append, "digits")
+    return RayKeeper(run, [].append if said is None else said.append, "digits", storage)
 
 
 @pytest.mark.parametrize(("size", "which"), [(4, "shard 0"), (200_000, "shard 0 and 2 more")])
@@ -159,25 +157,11 @@ def test_what_a_shard_has_lost_is_reported(serve, tmp_path, monkeypatch, caplog)
     assert len(caplog.messages) == 2
 
 
-def test_the_center_is_copied_and_kept_at_the_end(serve, tmp_path, monkeypatch):
-    monkeypatch.setattr(ray_keeper, "_EVERY", 0.01)
+def test_the_center_is_fetched_at_the_end(serve, tmp_path):
     serve(RULE, {"w": np.full(4, 3, np.float32)})
-    keeper = keeper_of(tmp_path, every=0.01)
-    keeper.start()
-    copy = tmp_path / "center" / "checkpoint.safetensors"
-    deadline = time.monotonic() + 30
-    while not copy.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    np.testing.assert_array_equal(load_file(copy)["center/w"], 3)
-    np.testing.assert_array_equal(load_file(keeper.finish())["w"], 3)
-
-
-def test_saving_is_no_silence(tmp_path):
     keeper = keeper_of(tmp_path)
-    keeper._answered -= 30
-    assert keeper.silence > 29
-    keeper._saving = True
-    assert keeper.silence == 0
+    keeper.start()
+    np.testing.assert_array_equal(load_file(keeper.finish())["w"], 3)
 
 
 def test_that_nobody_answers_is_said_once(tmp_path):
@@ -200,12 +184,12 @@ class Silent(contextlib.nullcontext):
     def nobody(self, *_):
         raise RayError("nobody is there")
 
-    save = values = nobody
+    values = nobody
 
 
 def test_a_cluster_that_does_not_answer_ends_no_keeper(tmp_path, monkeypatch):
     monkeypatch.setattr(ray_keeper, "_EVERY", 0.001)
-    opened, said, often = [], [], threading.Event()
+    opened, often = [], threading.Event()
 
     def open_center(_):
         opened.append(Silent())
@@ -215,42 +199,36 @@ def test_a_cluster_that_does_not_answer_ends_no_keeper(tmp_path, monkeypatch):
         return opened[-1]
 
     monkeypatch.setattr(ray_keeper, "open_center", open_center)
-    keeper = keeper_of(tmp_path, said, every=0.001)
-    keeper._look = lambda: setattr(keeper, "_last", True)
+    keeper = keeper_of(tmp_path)
     keeper.start()
     assert often.wait(30.0)
-    sentence = "The cluster has not answered (RayError: nobody is there)."
     with pytest.raises(CenterError) as raised:
         keeper.finish()
-    assert str(raised.value) == sentence
-    assert said == [f"No copy of the center in {tmp_path}: {sentence}"]
+    assert str(raised.value) == "The cluster has not answered (RayError: nobody is there)."
 
 
-def saved_center(run, value):
-    """Write a checkpoint of a center to a run's directory."""
-    (run / "center").mkdir(exist_ok=True)
-    center = LocalCenter(LAYOUT, RULE, {"w": np.full(4, value, np.float32)})
-    center.save(run / "center" / "checkpoint.safetensors")
-
-
-def test_a_center_that_has_left_the_cluster_is_taken_from_its_last_copy(tmp_path, monkeypatch):
+def test_a_center_that_has_left_the_cluster_is_taken_from_its_storage(serve, tmp_path, monkeypatch):
     """And not what an earlier launch has left."""
-    saved_center(tmp_path, 1.0)
+    storage, said = str(tmp_path / "store"), []
+    service = serve(RULE, {"w": np.full(4, 2, np.float32)}, storage=storage)
+    for shard in service.shards:
+        shard.target.save()
     (tmp_path / "center.safetensors").write_bytes(b"of an earlier launch")
-    said = []
-    keeper = keeper_of(tmp_path, said)
+    kept, unkept = keeper_of(tmp_path, said, storage), keeper_of(tmp_path)
+    for keeper in (kept, unkept):
+        keeper.start()
+        keeper._look()
     monkeypatch.setattr(ray_keeper, "open_center", lambda name: None)
-    keeper.start()
-    saved_center(tmp_path, 2.0)
-    keeper.saved = time.time()  # as if it had done so
-    final = keeper.finish()
+    final = kept.finish()
     assert final == tmp_path / "center.safetensors"
     np.testing.assert_array_equal(load_file(final)["w"], 2)
-    assert said[0].startswith("The center is not on the cluster any more: it is taken from")
+    where = f"taken from {storage}, version 0 of 0."
+    assert said == [f"The center is not on the cluster any more: it is {where}"]
+    with pytest.raises(CenterError, match="not on the cluster any more, and was kept nowhere"):
+        unkept.finish()
 
 
 def test_a_launch_without_workers_keeps_what_an_earlier_one_has_left(tmp_path, monkeypatch):
-    saved_center(tmp_path, 1.0)
     (tmp_path / "center.safetensors").write_bytes(b"of an earlier launch")
     keeper = keeper_of(tmp_path)
     monkeypatch.setattr(ray_keeper, "open_center", lambda name: None)

@@ -188,7 +188,7 @@ def choose_backend(
     if asked.working_dir:
         connect_with(asked.address, asked.working_dir, directory)
     workers = _number(claim, workers, room(asked))
-    return RayBackend(str(script), list(arguments), directory, workers, asked, every, say), asked
+    return RayBackend(str(script), list(arguments), directory, workers, asked, say), asked
 
 
 def _number(claim: RunDirectory, workers: int | None, default: int) -> int:

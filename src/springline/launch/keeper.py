@@ -22,6 +22,7 @@ from springline.center.served.center import read_stored
 from springline.center.served.founding import NAME as HEAD
 from springline.center.shared import CHECKPOINT_NAME, LAYOUT_NAME
 from springline.launch.directory import CENTER, LaunchError, find_run
+from springline.launch.request import NO_STORAGE
 from springline.launch.state import LaunchState
 
 if TYPE_CHECKING:
@@ -152,9 +153,7 @@ def export(run: str | Path, path: Path, force: bool = False) -> str:
     if not path.absolute().parent.is_dir():
         raise LaunchError(f"There is no directory {path.absolute().parent} to write to.")
     if "://" in str(run) or any(Path(run).glob(f"{HEAD}.?.safetensors")):
-        stored = read_stored(str(run))
-        source = f"version {stored.version}, from its shards' checkpoints; one that is still on "
-        tensors, source = stored.values, source + "its cluster may be newer"
+        tensors, source = _find_stored(str(run))
     else:
         tensors, source = _find_center(find_run(Path(run)))
     write_tensors(path, tensors)
@@ -170,15 +169,22 @@ def _find_center(directory: Path) -> tuple[Mapping[str, NDArray[Any]], str]:
             return with_extras(place, center.values()), f"version {center.version}, from memory"
     except CenterError:
         saved = newest(place / CHECKPOINT_NAME)
-    state = LaunchState.last(directory)
+    state, final = LaunchState.last(directory), directory / FINAL
     if saved is not None:
         written = time.strftime("%d %b %H:%M:%S", time.localtime(saved.stat().st_mtime))
         source = f"version {describe(saved).version} of {written}, from {saved}"
-        if state and state.cluster and not (state.ended and (directory / FINAL).exists()):
-            source += "; the one on its cluster may be newer"
-        return read_center(place, saved), source
-    if (directory / FINAL).exists():
-        return _read(directory / FINAL, ""), f"from {directory / FINAL}"
+        return with_extras(place, _read(saved, "center/")), source
+    if state and state.cluster and state.center and not (state.ended and final.exists()):
+        storage = storage_of(state.cluster.get("storage"), directory, state.center)
+        if storage is None:
+            raise LaunchError(
+                f"The center of the run in {directory} is on its cluster only (`--storage none`): "
+                "it is written here when the run ends."
+            )
+        tensors, source = _find_stored(storage)
+        return with_extras(place, tensors), source
+    if final.exists():
+        return _read(final, ""), f"from {final}"
     if state and state.ps:
         raise LaunchError(
             f"The center of the run in {directory} was on TensorFlow's parameter servers. What is "
@@ -191,9 +197,25 @@ def _find_center(directory: Path) -> tuple[Mapping[str, NDArray[Any]], str]:
     )
 
 
-def read_center(place: Path, checkpoint: Path) -> Mapping[str, NDArray[Any]]:
-    """Return the center of a checkpoint, with what the workers have left beside it."""
-    return with_extras(place, _read(checkpoint, "center/"))
+def _find_stored(storage: str) -> tuple[Mapping[str, NDArray[Any]], str]:
+    stored = read_stored(storage)
+    source = f"version {stored.version}, from the checkpoints of its shards in {storage}"
+    return stored.values, f"{source}; one that is still on its cluster may be newer"
+
+
+def storage_of(asked: str | None, directory: Path, name: str) -> str | None:
+    """Return where the shards of a run's center keep checkpoints.
+
+    Args:
+        asked: what the user gave as `--storage`.
+        directory: the run's.
+        name: the center's, which has a place of its own below a storage that was given.
+    """
+    if asked == NO_STORAGE:
+        return None
+    if asked:
+        return f"{asked}{'' if asked.endswith('/') else '/'}{name}"
+    return str(directory / CENTER / "shards")
 
 
 def _modified(path: Path) -> float | None:

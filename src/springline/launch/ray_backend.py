@@ -19,7 +19,8 @@ from springline.center.shared import LAYOUT_NAME
 from springline.cluster import Cluster
 from springline.launch.backend import Backend, Say
 from springline.launch.directory import CENTER, RUNS, LaunchError
-from springline.launch.ray_keeper import RayKeeper, center_name, check_center, storage_of
+from springline.launch.keeper import storage_of
+from springline.launch.ray_keeper import RayKeeper, center_name, check_center
 from springline.launch.ray_worker import RayWorker
 from springline.launch.request import ClusterRequest
 from springline.launch.task import Task
@@ -42,7 +43,6 @@ class RayBackend(Backend):
         directory: the run's.
         workers: how many.
         asked: of the cluster.
-        every: seconds from one copy of the center to the next, beside its shards' checkpoints.
         say: told in a sentence what happens.
 
     Raises:
@@ -56,7 +56,6 @@ class RayBackend(Backend):
         directory: Path,
         workers: int,
         asked: ClusterRequest,
-        every: float,
         say: Say,
     ) -> None:
         if (directory / CENTER / LAYOUT_NAME).exists():
@@ -67,7 +66,7 @@ class RayBackend(Backend):
         check_room(asked, workers)
         sent = environment(asked.env or ())
         name = center_name(directory)
-        storage = storage_of(asked, directory, name)
+        storage = storage_of(asked.storage, directory, name)
         check_center(directory, name, storage)
         context = ray.get_runtime_context()
         self._node = context.get_node_id()
@@ -79,11 +78,10 @@ class RayBackend(Backend):
             return RayWorker(assignment, directory, _options(asked))
 
         self._ranks = [worker(rank) for rank in range(workers)]
-        self._center = RayKeeper(directory, every, say, name)
+        self._center = RayKeeper(directory, say, name, storage)
         super().__init__(self._ranks, [], self._center)
         self.center_name = name
         self.resumable = storage is not None
-        self.rescue = "Its last copy here can be read with `springline export`."
         if storage:
             self.rescue = "It may still be on the cluster, where the run then goes on."
         self._asked = asked

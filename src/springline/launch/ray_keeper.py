@@ -1,4 +1,4 @@
-"""What the launcher does for a center on a Ray cluster: names it, watches it, keeps it.
+"""What the launcher does for a center on a Ray cluster: names it, watches it, fetches it.
 
 RUN/center/status.json    what the center reported last, for whoever watches the run
 """
@@ -18,17 +18,17 @@ from typing import Any
 from ray.exceptions import RayError
 
 from springline.center import CenterError, CheckpointError
-from springline.center.checkpoint import newest
+from springline.center.extras import with_extras
 from springline.center.ray import RayCenter, retire
 from springline.center.ray_peer import door
+from springline.center.served.center import read_stored
 from springline.center.served.founding import find_center
 from springline.center.served.head import GRACE
 from springline.center.served.messages import Trouble
 from springline.center.served.peer import PeerLostError
 from springline.center.served.storage import Storage
 from springline.launch.directory import CENTER, LaunchError
-from springline.launch.keeper import Keeper, read_center
-from springline.launch.request import NO_STORAGE, ClusterRequest
+from springline.launch.keeper import Keeper
 from springline.launch.state import CenterStatus, LaunchState
 
 _EVERY = 1.0  # seconds between two looks at the center
@@ -41,35 +41,36 @@ _log = logging.getLogger("springline")
 
 
 class RayKeeper(Keeper):
-    """Keeps a center on a cluster: looks at it every second, saves a copy every so often.
+    """Looks at a center on a cluster every second, and fetches it at the end.
+
+    Its shards keep checkpoints meanwhile: the whole of it is not sent here every so often, over a
+    link that the workers need.
 
     Args:
         directory: the run's.
-        every: seconds from one copy of the center in the run's directory to the next.
-        say: told of a copy that failed.
+        say: told where the center is taken from at the end, if it is gone.
         name: the center's.
+        storage: where its shards keep checkpoints, if anywhere.
     """
 
     def __init__(
-        self, directory: Path, every: float, say: Callable[[str], None], name: str
+        self, directory: Path, say: Callable[[str], None], name: str, storage: str | None
     ) -> None:
-        super().__init__(directory, every, say)
+        super().__init__(directory, _EVERY, say)
         self._name = name
-        self._before = self.saved
+        self._storage = storage
         self._head: Any = None
         self._last: CenterStatus | None = None
         self._lost = False  # whether it was there, and is not any more
         self._looks = 0
         self._shards: dict[str, Trouble] = {}  # what each said last, by name
         self._ask_shards_at = 0.0
-        self._save_at = 0.0
-        self._saving = False
         self._answered = time.monotonic()
 
     @property
     def silence(self) -> float:
         """Seconds since the center has answered, or Ray has said that there is none."""
-        return 0.0 if self._saving else time.monotonic() - self._answered
+        return time.monotonic() - self._answered
 
     def gone(self, rank: int) -> None:
         """Tell the center that a worker is gone, so that nobody waits for it."""
@@ -112,31 +113,11 @@ class RayKeeper(Keeper):
         return found[0]
 
     def _keep(self) -> None:
-        failed = False
-        while not self._stop.wait(_EVERY):
+        while not self._stop.wait(self._every):
             with contextlib.suppress(CenterError, OSError, RayError):  # the next look will do
                 self._look()
             self._looks += 1
-            if self._last and time.monotonic() > self._save_at:
-                self._save_at = time.monotonic() + self._every
-                self._saving = True
-                why = self._try_to_save()
-                self._saving = False
-                if why and not failed and not self._stop.is_set():  # once, not every 30 seconds
-                    self._say(f"No copy of the center in {self._directory}: {why}")
-                failed = why is not None
             self._answered = time.monotonic()
-
-    def _try_to_save(self) -> Exception | None:
-        try:
-            if center := self._open():
-                self._save(center)
-                self.saved = time.time()
-        except RayError as error:
-            return _no_answer(error)
-        except (CenterError, OSError) as error:
-            return error
-        return None
 
     def _open(self) -> RayCenter | None:
         return open_center(self._name)
@@ -188,7 +169,6 @@ class RayKeeper(Keeper):
     def _retire(self, center: Any) -> None:
         with contextlib.suppress(CenterError, OSError, RayError):  # it can be retired all the same
             self._look()
-        center.save(self._checkpoint)
         center.retire()
         if self._last:
             replace(self._last, members=[]).write(self._directory / CENTER)
@@ -196,14 +176,16 @@ class RayKeeper(Keeper):
     def _left(self) -> Path | None:
         with contextlib.suppress(CenterError):  # there is nothing
             retire(self._name)
-        saved = newest(self._checkpoint)
-        if self.saved == self._before or saved is None:  # no worker has come in this launch
+        if self._last is None:  # no worker has come in this launch
             return super()._left()
+        if self._storage is None:
+            raise CenterError("It is not on the cluster any more, and was kept nowhere.")
+        stored = read_stored(self._storage)
         self._say(
-            "The center is not on the cluster any more: it is taken from its last copy here, of "
-            f"{time.strftime('%H:%M:%S', time.localtime(saved.stat().st_mtime))}."
+            f"The center is not on the cluster any more: it is taken from {self._storage}, version "
+            f"{stored.version} of {self._last.version}."
         )
-        return self._write(read_center(self._directory / CENTER, saved))
+        return self._write(with_extras(self._directory / CENTER, stored.values))
 
 
 def open_center(name: str) -> RayCenter | None:
@@ -229,15 +211,6 @@ def center_name(directory: Path) -> str:
     return (before and before.center) or f"{directory.name}-{uuid.uuid4().hex[:8]}"
 
 
-def storage_of(asked: ClusterRequest, directory: Path, name: str) -> str | None:
-    """Return the run's own place for checkpoints, below the one that the user gave."""
-    if asked.storage == NO_STORAGE:
-        return None
-    if asked.storage:
-        return f"{asked.storage}{'' if asked.storage.endswith('/') else '/'}{name}"
-    return str(directory / CENTER / "shards")
-
-
 def check_center(directory: Path, name: str, storage: str | None) -> None:
     """Refuse a storage that cannot be used, and a run whose center is gone or in use."""
     kept = False
@@ -261,7 +234,7 @@ def check_center(directory: Path, name: str, storage: str | None) -> None:
         where = f"is not in {storage} any more" if storage else "was started with `--storage none`"
         raise LaunchError(
             f"The center of the run in {directory} {where}: it is gone, and the run cannot go on. "
-            "Its last copy can still be read with `springline export`. Start a new run."
+            "Start a new run."
         )
 
 
