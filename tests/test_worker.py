@@ -8,7 +8,7 @@ import pytest
 
 import springline
 from springline import AGN, ElasticAverage, LocalCenter, ModelAverage, SharedCenter, Worker
-from springline.center import Layout, LayoutError, NonFiniteError, RoundTimeoutError
+from springline.center import Layout, LayoutError, NonFiniteError, RoundTimeoutError, errors
 from springline.rules import SGD
 
 
@@ -154,7 +154,7 @@ def test_half_precision_trains_in_its_own_dtype(rule):
 def test_after_nan_a_worker_can_take_the_center_and_go_on():
     worker = Worker(model(1.0), ElasticAverage(period=1))
     worker.parameters["b"][1] = np.nan
-    with pytest.raises(NonFiniteError, match="'b'"):
+    with pytest.raises(NonFiniteError, match=r"'b'.*call .*`worker\.take_center\(\)`"):
         worker.step()
     worker.take_center()
     worker.step()
@@ -173,6 +173,14 @@ def test_a_refused_start_gives_the_rank_back():
     with pytest.raises(RoundTimeoutError, match="missing: rank 1"):
         Worker(model(), rule, center, rank=0, timeout=0.05)
     assert center.members() == []
+
+
+def test_all_errors_of_a_center_are_springlines():
+    for kind in errors.CenterError, *errors.CenterError.__subclasses__():
+        if kind.__module__ != errors.__name__:
+            continue
+        assert getattr(springline, kind.__name__) is kind
+        assert kind.__name__ in springline.__all__
 
 
 def test_import_is_light():

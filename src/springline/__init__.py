@@ -5,6 +5,17 @@ shared center that pulls it back like a mooring line.
 """
 
 from springline.center import LocalCenter, SharedCenter
+from springline.center.errors import (
+    CenterError,
+    CheckpointError,
+    EndedError,
+    LayoutError,
+    NonFiniteError,
+    RankError,
+    RoundTimeoutError,
+    SettingsError,
+    TakenOverError,
+)
 from springline.rules import AGN, ElasticAverage, ModelAverage
 from springline.run import (
     directory,
@@ -22,10 +33,19 @@ from springline.worker import Worker
 __version__ = "0.1.0"
 __all__ = [
     "AGN",
+    "CenterError",
+    "CheckpointError",
     "ElasticAverage",
+    "EndedError",
+    "LayoutError",
     "LocalCenter",
     "ModelAverage",
+    "NonFiniteError",
+    "RankError",
+    "RoundTimeoutError",
+    "SettingsError",
     "SharedCenter",
+    "TakenOverError",
     "Worker",
     "directory",
     "log",

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from springline.center.errors import NonFiniteError
+from springline.center.errors import AFTER_NAN, NonFiniteError
 from springline.center.layout import Bytes, Layout, Run, aligned_zeros
 from springline.center.plan import Plan
 from springline.rules.buffers import buffer_rule
@@ -161,6 +161,5 @@ def non_finite(layout: Layout, run: Run, values: NDArray[Any], rank: int) -> Non
         name = layout.name_at(run.start + first * values.itemsize)
     return NonFiniteError(
         f"{run.kind.capitalize()} {name!r} of rank {rank} has NaN or Inf (or would "
-        "overflow the center), so it was not sent. Lower the learning rate, clip the "
-        "gradients, or take the center again and go on from there."
+        f"overflow the center), so it was not sent. {AFTER_NAN}"
     )

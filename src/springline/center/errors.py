@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+AFTER_NAN = (
+    "Lower the learning rate, clip the gradients, or call `opt.take_center()` (of a Worker: "
+    "`worker.take_center()`) to go on from the center."
+)
+
 
 class CenterError(RuntimeError):
     """Base of all errors of a center."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from springline.center.center import Local, Member
 from springline.center.collective.replica import Row
-from springline.center.errors import CenterError, NonFiniteError
+from springline.center.errors import AFTER_NAN, CenterError, NonFiniteError
 from springline.center.layout import Run
 from springline.rules.buffers import buffer_rule
 from springline.rules.rule import LocalBlock, Rule, size
@@ -123,7 +123,7 @@ class CollectiveMember(Member):
         if name:
             raise NonFiniteError(
                 f"{name!r} would overflow the center, which stays as it was before the round, on "
-                "all ranks. Lower the learning rate, or take the center again and go on from there."
+                f"all ranks. {AFTER_NAN}"
             )
 
     def _contribute(self, blocks: list[Block]) -> tuple[bool, NonFiniteError | None]:
@@ -175,8 +175,8 @@ class CollectiveMember(Member):
         first = int(np.argmax(wrong)) * x.itemsize
         return NonFiniteError(
             f"{run.kind.capitalize()} {self.center.layout.name_at(run.start + first)!r} of rank "
-            f"{self.rank} has NaN or Inf (or would overflow the center), so it was not sent. Lower "
-            "the learning rate, clip the gradients, or take the center again and go on from there."
+            f"{self.rank} has NaN or Inf (or would overflow the center), so it was not sent. "
+            f"{AFTER_NAN}"
         )
 
     def _check_here(self) -> None:
