@@ -80,6 +80,22 @@ def test_header_progress_and_footer(run):
     assert lines[-1] == "center version 210  ·  checkpoint 12 s ago  ·  430.1 kB exchanged"
 
 
+def test_the_last_validation(run):
+    log(run, 0, (76, 1100, {"val_loss": 2.5}), (77, 1200, {"val_loss": 2.25, "val_acc": 0.75}))
+    log(run, 1, (70, 900, {"center_loss": 2.125}))
+    lines = show(run)
+    assert lines[-3:-1] == [
+        "center_loss 2.1250 at step 900",
+        "val_loss 2.2500, val_acc 0.7500 at step 1,200",
+    ]
+    assert "val_loss 2.2500, val_acc 0.7500 at step 1…" in show(run, width=42)  # not broken
+    console, out = pipe()
+    with Screen(run, console, live=False):
+        pass
+    words = "center_loss 2.1250 at step 900  val_loss 2.2500, val_acc 0.7500 at step 1,200"
+    assert f"  {words}  version 210" in out.getvalue().decode()
+
+
 def test_before_there_is_a_center(directory, clock):
     launch(directory, "starting", "starting")
     with launcher_alive(directory):

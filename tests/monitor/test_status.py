@@ -181,6 +181,18 @@ def test_milliseconds_per_exchange_are_recent_ones(directory, reader, clock):
     shared.close()
 
 
+def test_the_last_evaluations_of_the_run(directory):
+    log(directory, 0, (0, 1, {"val_loss": 3.0, "val_accuracy": 0.1}), (1, 2, {"loss": 2.5}))
+    log(directory, 1, (2, 3, {"val_loss": 2.0, "value": 1.0}), (3, 4, {"center_loss": None}))
+    launch(directory, "running", "running")
+    found = read_status(directory).evaluations
+    assert {name: (last.step, last.value) for name, last in found.items() if last.time} == {
+        "val_loss": (3, 2.0),
+        "val_accuracy": (1, 0.1),
+        "center_loss": (4, pytest.approx(math.nan, nan_ok=True)),
+    }
+
+
 def test_the_last_loss(directory):
     log(directory, 0, (0, 1, {"loss": 3.0}), (1, 2, {"loss": 2.5}), (2, 3, {"val_loss": 9.0}))
     log(directory, 1, (0, 1, {"loss": 3.0}), (1, 2, {"loss": None}))

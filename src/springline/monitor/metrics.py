@@ -50,6 +50,15 @@ class Line:
         return None
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """A value of the center or of a validation (`val_loss`); NaN if it was not finite."""
+
+    time: float
+    step: int
+    value: float
+
+
 class LineReader:
     """Reads what has been added to one rank's file since the last time.
 

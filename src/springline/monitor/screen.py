@@ -20,7 +20,14 @@ from rich.text import Text
 
 from springline.center import CenterError
 from springline.monitor.status import NotARunError, State, Status, StatusReader, WorkerStatus
-from springline.monitor.words import ago, clock, loss_in_words, many, rule_in_words
+from springline.monitor.words import (
+    ago,
+    clock,
+    evaluations_in_words,
+    loss_in_words,
+    many,
+    rule_in_words,
+)
 
 _LIVE_EVERY, _PLAIN_EVERY = 0.25, 5.0  # seconds
 _STATES: dict[State, tuple[str, str]] = {
@@ -146,15 +153,18 @@ class Screen:
         status = self.status
         if status is None:
             return Text(self._trouble or f"Waiting for a run in {self._directory}.", style="dim")
-        room = max(4, self._console.height - _OTHER_ROWS)
+        evaluations = evaluations_in_words(status.evaluations)
+        room = max(4, self._console.height - _OTHER_ROWS - len(evaluations))
         parts = [self._head(status), self._bar(status), self._workers(status, room)]
+        parts += [self._text(words, cut=True) for words in evaluations]
         parts.append(self._text(_footer(status), "dim"))
         if self._trouble:
             parts.append(self._text(self._trouble, "red"))
         return Group(*parts)
 
-    def _text(self, text: str, style: str = "") -> Text:
-        return Text(text if self._unicode else text.translate(_ASCII), style=style)
+    def _text(self, text: str, style: str = "", cut: bool = False) -> Text:
+        text = text if self._unicode else text.translate(_ASCII)
+        return Text(text, style, no_wrap=cut, overflow=self._overflow if cut else None)
 
     def _head(self, status: Status) -> RenderableType:
         head = Table.grid(expand=True, padding=(0, 1))
@@ -311,6 +321,7 @@ def _line(status: Status, total: int | None) -> str:
         words.append(f"loss {loss_in_words(sum(finite) / len(finite))}")
     if len(losses) > len(finite):
         words.append(f"loss NaN/Inf in {many(len(losses) - len(finite), 'worker')}")
+    words += evaluations_in_words(status.evaluations)
     if status.version is not None:
         words.append(f"version {status.version:,}")
         words.append(f"{decimal(status.bytes_exchanged)} exchanged")

@@ -14,7 +14,7 @@ from springline.center.shared import CHECKPOINT_NAME
 from springline.launch.directory import is_held
 from springline.launch.state import NAME as LAUNCH_NAME
 from springline.launch.state import CenterStatus, LaunchState
-from springline.monitor.metrics import Line, LineReader, training_loss
+from springline.monitor.metrics import Evaluation, Line, LineReader, is_center, training_loss
 
 _WINDOW = 5.0  # seconds over which speeds are measured
 _STALLED = 2.0  # seconds without a change, where changes used to come faster
@@ -209,6 +209,7 @@ class RankReader:
         self._reader = LineReader(path, tail=_TAIL)
         self._path = path
         self._losses: dict[str, float] = {}
+        self.evaluations: dict[str, Evaluation] = {}  # the last, by name
         self._exchanges = Recent()
         self._logged = 0
         self.steps = Recent()
@@ -242,6 +243,11 @@ class RankReader:
                 self.steps.add(line.time, line.step)
             self.last, self._logged = line.time, line.step
             self._losses |= {k: v for k, v in line.values.items() if k.endswith("loss")}
+            self.evaluations |= {
+                name: Evaluation(line.time, line.step, value)
+                for name, value in line.values.items()
+                if is_center(name)
+            }
         self.step = self._logged
         if done and done.steps > self.step:
             self.step = done.steps

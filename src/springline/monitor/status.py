@@ -8,7 +8,7 @@ and the ends of the metrics. Each may be missing.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from springline.center.shared import CHECKPOINT_NAME
 from springline.launch.directory import is_held
 from springline.launch.state import NAME as LAUNCH_NAME
 from springline.launch.state import LaunchState, WorkerEntry, WorkerState
-from springline.monitor.metrics import FOLDER
+from springline.monitor.metrics import FOLDER, Evaluation
 from springline.monitor.sources import CenterReader, CenterState, RankReader, read_launch
 
 # "left" is a worker that is no member of its center any more, where no launcher tells why. Of those
@@ -57,6 +57,7 @@ class Status:
     total: int | None  # steps that each worker is to make
     over: bool
     ps: int = 0  # parameter servers, which hold the center of a TensorFlow run
+    evaluations: dict[str, Evaluation] = field(default_factory=dict)  # the last, by name
 
 
 class StatusReader:
@@ -104,6 +105,7 @@ class StatusReader:
             total=self._total(launch),
             over=over,
             ps=len(launch.ps) if launch else 0,
+            evaluations=self._evaluations(),
         )
 
     def close(self) -> None:
@@ -140,6 +142,14 @@ class StatusReader:
             milliseconds=rank.milliseconds,
             restarts=entry.restarts if entry else 0,
         )
+
+    def _evaluations(self) -> dict[str, Evaluation]:
+        last: dict[str, Evaluation] = {}
+        for rank in self._ranks.values():
+            for name, found in rank.evaluations.items():
+                if name not in last or found.time > last[name].time:
+                    last[name] = found
+        return last
 
     def _saved(self, launch: LaunchState | None) -> float | None:
         times = [launch.checkpoint] if launch and launch.checkpoint else []

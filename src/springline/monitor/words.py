@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from springline.monitor.metrics import Evaluation
+
 RULES = {"elastic": "elastic averaging", "average": "model averaging", "agn": "AGN"}
 
 
@@ -69,3 +71,16 @@ def loss_in_words(loss: float | None) -> str:
     if loss == 0 or 1e-3 <= abs(loss) < 10:
         return f"{loss:.4f}"
     return f"{loss:.5g}"
+
+
+def evaluations_in_words(evaluations: Mapping[str, Evaluation]) -> list[str]:
+    """Show what was evaluated last, all values of one step together.
+
+    >>> last = {"val_loss": Evaluation(0.0, 1200, 2.07123), "val_acc": Evaluation(0.0, 1200, 0.5)}
+    >>> evaluations_in_words(last)
+    ['val_loss 2.0712, val_acc 0.5000 at step 1,200']
+    """
+    steps: dict[int, list[str]] = {}
+    for name, last in evaluations.items():
+        steps.setdefault(last.step, []).append(f"{name} {loss_in_words(last.value)}")
+    return [f"{', '.join(words)} at step {step:,}" for step, words in sorted(steps.items())]
