@@ -206,7 +206,7 @@ def top(
 
 @app.command()
 def plot(directory: RunArgument) -> None:
-    """Draw a run: loss and accuracy against time and against bytes exchanged."""
+    """Draw a run: loss and accuracy against time, steps and bytes exchanged."""
     from springline.monitor.plot import draw
 
     with _clear_errors():

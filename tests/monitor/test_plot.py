@@ -38,11 +38,12 @@ def run(directory):
     return directory
 
 
-def test_a_row_per_quantity_a_column_for_time_and_one_for_bytes(run):
-    axes = np.reshape(figure(run).axes, (2, 2))
+def test_a_row_per_quantity_a_column_for_time_for_steps_and_for_bytes(run):
+    axes = np.reshape(figure(run).axes, (2, 3))
     assert [row[0].get_ylabel() for row in axes] == ["loss", "accuracy"]
     assert axes[-1, 0].get_xlabel() == "time, seconds"
-    assert axes[-1, 1].get_xlabel() == "bytes exchanged by all workers"
+    assert axes[-1, 1].get_xlabel() == "steps of a worker"
+    assert axes[-1, 2].get_xlabel() == "bytes exchanged by all workers"
     for ax in axes[0]:
         single = ["faint"]  # the point of the restarted worker, whose life has no other
         assert lines(ax) == ["faint", "worker 0", "worker 1", *single, "center", "restart"]
@@ -99,7 +100,7 @@ def test_a_life_that_only_the_launcher_saw_begin_opens_the_line(tmp_path):
     log(tmp_path, 0, *((k, k, {"loss": 1.0}) for k in range(5)))
     log(tmp_path, 0, *((k + 20, k, {"loss": 1.0}) for k in range(5, 9)))
     launch(tmp_path, "finished", starts=[[START - 1, START + 15]])
-    (ax,) = figure(tmp_path).axes
+    ax, _ = figure(tmp_path).axes
     assert drawn(ax, "restart")[0].get_xdata().tolist() == [25]
     assert (
         np.isnan(drawn(ax, "worker 0")[0].get_xdata()).tolist()
@@ -111,7 +112,7 @@ def test_the_line_of_one_who_speaks_for_all_is_dotted_where_it_was_dead(tmp_path
     log(tmp_path, 0, (0, 0, {"loss": 4.0}), (1, 5, {"loss": 3.0}))
     log(tmp_path, 0, (8, 5, {}), (9, 6, {"loss": 2.0}), (10, 7, {"loss": 1.0}))
     log(tmp_path, 1, (0, 0, {}))
-    (ax,) = figure(tmp_path).axes
+    ax, _ = figure(tmp_path).axes
     dotted = [line for line in ax.get_lines() if line.get_linestyle() == ":"]
     assert [line.get_xdata().tolist() for line in dotted] == [[1, 9]]
     assert [line.get_ydata().tolist() for line in dotted] == [[3, 2]]
@@ -130,7 +131,7 @@ def test_a_noisy_series_is_smoothed_a_quiet_one_is_not(tmp_path):
     quiet = [(k, k, {"loss": 1 / (k + 1), "lr": 0.1}) for k in range(500)]
     log(tmp_path, 0, *quiet)
     log(tmp_path, 1, *noisy(50))
-    loss, lr = figure(tmp_path).axes
+    loss, _, lr, _ = figure(tmp_path).axes
     assert lines(loss) == ["worker 0", "faint", "worker 1"]
     assert lines(lr) == ["lr"]
     faint, smoothed = (line.get_ydata() for line in loss.get_lines()[1:])
@@ -138,13 +139,13 @@ def test_a_noisy_series_is_smoothed_a_quiet_one_is_not(tmp_path):
     assert np.mean(smoothed) == pytest.approx(np.mean(faint), abs=0.02)
 
 
-def test_a_picture_1200_pixels_wide(run):
+def test_a_picture_of_three_columns(run):
     path = draw(run)
     assert path == run / "plot.png"
     header = path.read_bytes()[:24]
     assert header[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", header[16:])
-    assert width == 1200
+    assert width == 1584
     assert 700 < height < 1000
     assert [p.name for p in run.glob(".plot*")] == []
 
@@ -183,7 +184,7 @@ def test_the_bytes_of_a_real_run(directory, together):
     metrics = read_metrics(directory)
     end = np.array([max(series.time[-1] for series in metrics.values())])
     assert Timeline(metrics, read_plan(directory / "center")[0]).nbytes(end) == exchanged
-    assert len(figure(directory).axes) == 2
+    assert len(figure(directory).axes) == 3
 
 
 def test_the_break_before_a_run_went_on_takes_no_room(tmp_path):
@@ -203,7 +204,7 @@ def test_no_pause_between_two_launches_takes_room_however_short(tmp_path):
         log(tmp_path, rank, (49 + rank, 9, {}), (60, 20, {"loss": 1.0}))
     launches = [(START - 1, START + 10), (START + 28, START + 31)]
     launch(tmp_path, "finished", "finished", started=START + 48, earlier=launches)
-    (ax,) = figure(tmp_path).axes
+    ax, _ = figure(tmp_path).axes
     assert drawn(ax, "worker 0")[0].get_xdata()[[0, -1]].tolist() == [5, 9 + 1 + 11]
     assert [line.get_xdata()[0] for line in drawn(ax, "run went on")] == [9, 10]
     assert [line.get_xdata().tolist() for line in drawn(ax, "restart")] == [[7], [7]]
@@ -212,7 +213,7 @@ def test_no_pause_between_two_launches_takes_room_however_short(tmp_path):
 def test_a_launch_that_has_not_logged_yet_changes_nothing(tmp_path):
     log(tmp_path, 0, (0, 0, {}), (30, 5, {"loss": 1.0}))
     launch(tmp_path, "running", started=START + 90, earlier=[(START - 1, START + 31)])
-    (ax,) = figure(tmp_path).axes
+    ax, _ = figure(tmp_path).axes
     assert drawn(ax, "run went on") == []
     assert drawn(ax, "worker 0")[0].get_xdata().tolist() == [30]
 
@@ -242,14 +243,14 @@ def test_loss_and_accuracy_come_first_and_names_are_grouped(tmp_path):
 def test_validation_of_every_workers_own_is_dashed(tmp_path):
     for rank in (0, 1):
         log(tmp_path, rank, *((k, k, {"loss": 1.0, "val_loss": 1.1}) for k in range(5)))
-    (ax,) = figure(tmp_path).axes
+    ax, _ = figure(tmp_path).axes
     assert lines(ax) == ["worker 0", "worker 1", "worker 0 val", "worker 1 val"]
     assert [line.get_linestyle() for line in ax.get_lines()] == ["-", "-", "--", "--"]
 
 
 def test_at_most_four_rows(tmp_path):
     log(tmp_path, 0, (0, 1, {f"number{k}": 1.0 for k in range(9)} | {"accuracy": 0.5}))
-    assert [ax.get_ylabel() for ax in figure(tmp_path).axes] == [
+    assert [ax.get_ylabel() for ax in figure(tmp_path).axes[::2]] == [
         *("accuracy", "number0", "number1", "number2")
     ]
 
@@ -267,7 +268,37 @@ def test_many_workers_and_many_lines(tmp_path):
 
 def test_a_loss_that_falls_far_has_a_logarithmic_scale(tmp_path):
     log(tmp_path, 0, *((k, k, {"loss": 10.0**-k, "accuracy": 0.001 + 0.1 * k}) for k in range(5)))
-    assert [ax.get_yscale() for ax in figure(tmp_path).axes] == ["log", "linear"]
+    scales = [ax.get_yscale() for ax in figure(tmp_path).axes]
+    assert scales == ["log", "log", "linear", "linear"]
+
+
+def test_what_is_smoothed_is_what_is_seen(tmp_path):
+    """On a logarithmic axis the smoothed line runs through the middle of the noise, not above."""
+    k = np.arange(600)
+    truth, noise = np.exp(-k / 60), np.random.default_rng(0).normal(0, 1, len(k))
+    log(tmp_path, 0, *((t, t, {"loss": x}) for t, x in enumerate(truth * np.exp(noise))))
+    ax = figure(tmp_path).axes[0]
+    assert ax.get_yscale() == "log"
+    (line,) = drawn(ax, "worker 0")
+    above = np.log(line.get_ydata()) - np.log(truth)
+    assert abs(np.mean(above)) < 0.1  # the mean of the values themselves is 0.5 above
+    assert np.std(above) < 0.4
+
+
+def test_against_steps_a_repeated_step_is_at_its_own_place(run):
+    """Rank 1 was at step 490 when it died, and its next life begins there."""
+    ax = figure(run).axes[1]
+    (restart,) = drawn(ax, "restart")
+    assert restart.get_xdata().tolist() == [490]
+    (line,) = drawn(ax, "worker 1")
+    steps = line.get_xdata()
+    assert steps[~np.isnan(steps)].tolist() == [*range(0, 500, 10), 500]
+    assert np.isnan(steps).sum() == 1
+
+
+def test_without_steps_there_is_no_axis_for_them(tmp_path):
+    log(tmp_path, 0, *((k, 0, {"loss": 1.0}) for k in range(5)))
+    assert [ax.get_xlabel() for ax in figure(tmp_path).axes] == ["time, seconds"]
 
 
 def test_one_line_is_enough(tmp_path):

@@ -36,11 +36,11 @@ class Timeline:
         lines, breaks = self._lines
         return lines[breaks]
 
-    def restarts(self, series: Series) -> Floats:
-        """Return when a worker came back, but not when all did after a break."""
+    def restarts(self, series: Series) -> NDArray[np.bool_]:
+        """Return with which lines a worker came back, but not when all did after a break."""
         breaks = np.searchsorted(self.resumptions(), series.time, side="right")
         after_a_break = np.diff(breaks, prepend=breaks[0]) > 0
-        return series.time[series.births & ~after_a_break]
+        return series.births & ~after_a_break
 
     @cached_property
     def _lines(self) -> tuple[Floats, NDArray[np.bool_]]:
@@ -104,6 +104,14 @@ def is_strong(name: str, metrics: dict[int, Series]) -> bool:
     if len(speakers) == 1 and len(metrics) > 1:
         return True
     return name.startswith("center") or (is_center(name) and len(speakers) == 1)
+
+
+def is_logarithmic(quantity: str, values: Floats) -> bool:
+    """Whether a quantity's axis is: a loss that falls far."""
+    values = values[np.isfinite(values)]
+    return bool(
+        quantity.endswith("loss") and values.min() > 0 and values.max() > 100 * values.min()
+    )
 
 
 def smooth(values: Floats, width: int) -> Floats:

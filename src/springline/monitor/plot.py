@@ -1,10 +1,11 @@
-"""A run as a picture: what was logged, against time and against bytes exchanged."""
+"""A run as a picture: what was logged, against time, steps and bytes exchanged."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,15 @@ from numpy.typing import NDArray
 
 from springline.center.plan import Plan
 from springline.launch.state import LaunchState
-from springline.monitor.curves import Timeline, is_strong, quantities, smooth, split_name, stack
+from springline.monitor.curves import (
+    Timeline,
+    is_logarithmic,
+    is_strong,
+    quantities,
+    smooth,
+    split_name,
+    stack,
+)
 from springline.monitor.metrics import Floats, Series, read_metrics
 from springline.monitor.sources import find_plan
 from springline.monitor.words import many, rule_in_words
@@ -26,7 +35,7 @@ _ROWS = 4  # at most
 _FEW = 40  # lines up to which the center's have a mark each
 _POINTS = 2000  # of a line, at most twice as many
 _NOISY = 60  # lines from which on a series is smoothed
-_WIDTH, _ROW, _DPI = 10.0, 3.1, 120  # inches; 1200 pixels
+_WIDTH, _ROW, _DPI = 4.4, 3.1, 120  # inches, of each column and row
 # Okabe and Ito: told apart by all eyes. Black is the center's.
 _COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00"]
 _DARK = ["black", "#555555", "#8C6D31"]
@@ -35,6 +44,7 @@ _FRONT = 3.0
 _MARK = 0.022, 0.04  # room for a restart's mark, in parts of a panel's width and height
 _STACK = 0.3  # how high marks are stacked at most, in parts of a panel's height
 _GRAY = "#777777"
+_STEPS, _BYTES = "steps of a worker", "bytes exchanged by all workers"
 _TRIANGLE: dict[str, Any] = {
     "label": "restart",
     "marker": "^",
@@ -46,6 +56,15 @@ _TRIANGLE: dict[str, Any] = {
     "zorder": 4,
 }
 _log = logging.getLogger("springline")
+
+
+@dataclass(frozen=True)
+class _Column:
+    """An axis that all quantities are drawn against."""
+
+    label: str
+    place: Callable[[Series], Floats]  # of each line
+    resumptions: Floats = field(default_factory=lambda: np.empty(0))
 
 
 def draw(directory: str | Path, path: Path | None = None) -> Path | None:
@@ -85,9 +104,8 @@ def draw(directory: str | Path, path: Path | None = None) -> Path | None:
 
 
 def figure(directory: Path) -> Figure | None:
-    """Make the picture: a row per quantity, time to the left and bytes to the right."""
+    """Make the picture: a row per quantity, a column for time, steps and bytes each."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter, MaxNLocator
 
     launch = LaunchState.last(directory)  # a plot can do without
     starts = {entry.rank: entry.starts for entry in launch.workers} if launch else {}
@@ -100,36 +118,63 @@ def figure(directory: Path) -> Figure | None:
         return None
     plan = find_plan(directory / "center")
     timeline = Timeline(metrics, plan, launch.launches if launch else ())
-    ends = np.array([series.time[-1] for series in metrics.values()])
-    by_bytes = plan is not None and timeline.nbytes(ends).max() > 0
-    scale, unit = _time_unit(timeline.seconds(ends).max())
-    picture = Figure((_WIDTH, 1.0 + _ROW * len(rows)), dpi=_DPI, layout="constrained")
-    grid = picture.subplots(len(rows), 1 + by_bytes, sharex="col", sharey="row", squeeze=False)
-    places = [lambda time: timeline.seconds(time) / scale, timeline.nbytes]
+    columns = _columns(timeline)
+    size = max(2, len(columns)) * _WIDTH, 1.0 + _ROW * len(rows)
+    picture = Figure(size, dpi=_DPI, layout="constrained")
+    grid = picture.subplots(len(rows), len(columns), sharex="col", sharey="row", squeeze=False)
     colors = _colors([name for _, names in rows for name in names], metrics)
     for (quantity, names), axes in zip(rows, grid, strict=True):
-        for ax, place in zip(axes, places, strict=False):
-            _draw_quantity(ax, names, metrics, place, colors)
-            _mark_launches(ax, place(timeline.resumptions()))
-            restarts = {k: place(timeline.restarts(series)) for k, series in metrics.items()}
-            _mark_restarts(ax, restarts, colors)
+        every = [s.values[name] for s in metrics.values() for name in names if name in s.values]
+        if is_logarithmic(quantity, np.concatenate(every)):
+            axes[0].set_yscale("log")  # before anything is smoothed
         axes[0].set_ylabel(quantity)
-        _scale(axes[0], quantity, names, metrics)
-    grid[-1, 0].set_xlabel(f"time, {unit}")
-    if by_bytes:
-        grid[-1, 1].set_xlabel("bytes exchanged by all workers")
-        grid[-1, 1].xaxis.set_major_locator(MaxNLocator(6))
-        grid[-1, 1].xaxis.set_major_formatter(EngFormatter("B"))
+        for ax, column in zip(axes, columns, strict=True):
+            _draw_quantity(ax, names, metrics, column.place, colors)
+            _mark_launches(ax, column.resumptions)
+            restarts = {k: column.place(s)[timeline.restarts(s)] for k, s in metrics.items()}
+            _mark_restarts(ax, restarts, colors)
+    for ax, column in zip(grid[-1], columns, strict=True):
+        _label(ax, column.label)
     _title(picture, directory, plan, len(metrics))
     _legend(picture, grid[:, 0])
     return picture
+
+
+def _columns(timeline: Timeline) -> list[_Column]:
+    """Return what the quantities are drawn against; steps and bytes if somebody counted them."""
+    ends = np.array([series.time[-1] for series in timeline.metrics.values()])
+    scale, unit = _time_unit(timeline.seconds(ends).max())
+    breaks = timeline.resumptions()
+    time = _Column(
+        f"time, {unit}",
+        lambda series: timeline.seconds(series.time) / scale,
+        timeline.seconds(breaks) / scale,
+    )
+    columns = [time]
+    if any(series.step.any() for series in timeline.metrics.values()):
+        columns.append(_Column(_STEPS, lambda series: series.step.astype(float)))
+    if timeline.nbytes(ends).any():
+        place = lambda series: timeline.nbytes(series.time)  # noqa: E731
+        columns.append(_Column(_BYTES, place, timeline.nbytes(breaks)))
+    return columns
+
+
+def _label(ax: Axes, label: str) -> None:
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    ax.set_xlabel(label)
+    ax.xaxis.set_major_locator(MaxNLocator(5, integer=label == _STEPS))
+    if label == _STEPS:
+        ax.xaxis.set_major_formatter("{x:,.0f}")
+    if label == _BYTES:
+        ax.xaxis.set_major_formatter(EngFormatter("B"))
 
 
 def _draw_quantity(
     ax: Axes,
     names: list[str],
     metrics: dict[int, Series],
-    place: Callable[[Floats], Floats],
+    place: Callable[[Series], Floats],
     colors: dict[str | int, Any],
 ) -> None:
     for name in names:
@@ -141,7 +186,7 @@ def _draw_quantity(
                 color = colors[whose or name] if strong else colors[rank]
                 line = _line(whose or name, color) if strong else _thin_line(rank, whose, color)
                 deaths = np.flatnonzero(np.diff(np.cumsum(series.births)[known])) + 1
-                _draw_series(ax, place(series.time[known]), values[known], deaths, line)
+                _draw_series(ax, place(series)[known], values[known], deaths, line)
     ax.grid(alpha=0.25, lw=0.6)
     ax.spines[["top", "right"]].set_visible(False)
     ax.margins(x=0.02)
@@ -169,11 +214,17 @@ def _mark_restarts(ax: Axes, restarts: dict[int, Floats], colors: dict[str | int
 def _draw_series(
     ax: Axes, x: Floats, y: Floats, deaths: NDArray[np.intp], line: dict[str, Any]
 ) -> None:
-    """Draw a line, open or dotted where its worker was dead; a noisy one smoothed, over a faint."""
+    """Draw a line, open or dotted where its worker was dead; a noisy one smoothed, over a faint.
+
+    What is smoothed is what is seen: on a logarithmic axis the logarithms.
+    """
+    log = ax.get_yscale() == "log"
+    seen = np.log(y) if log else y
     width = 2 * (len(y) // 60) + 1 if len(y) >= _NOISY else 1
-    mean = np.concatenate([smooth(life, width) for life in np.split(y, deaths)])
-    spread = np.subtract(*np.percentile(y, [95, 5])) + 1e-6 * np.abs(y).max()
-    noisy = np.median(np.abs(y - mean)) > 0.01 * spread
+    mean = np.concatenate([smooth(life, width) for life in np.split(seen, deaths)])
+    spread = np.subtract(*np.percentile(seen, [95, 5])) + 1e-6 * np.abs(seen).max()
+    noisy = np.median(np.abs(seen - mean)) > 0.01 * spread
+    mean = np.exp(mean) if log else mean
     marker = "o" if len(y) <= (_FEW if line["zorder"] == _FRONT else 2) else ""
     if len(y) > 2 * _POINTS:  # more than there are pixels
         some = np.linspace(0, len(y) - 1, _POINTS).astype(int)
@@ -212,13 +263,6 @@ def _colors(names: Iterable[str], metrics: dict[int, Series]) -> dict[str | int,
     keys: list[str | int] = [*sorted(strong), *metrics]
     dark = [_DARK[k % len(_DARK)] for k in range(len(strong))]
     return dict(zip(keys, [*dark, *shades], strict=False))
-
-
-def _scale(ax: Axes, quantity: str, names: list[str], metrics: dict[int, Series]) -> None:
-    values = np.concatenate([s.values[n] for s in metrics.values() for n in names if n in s.values])
-    values = values[np.isfinite(values)]
-    if quantity.endswith("loss") and values.min() > 0 and values.max() > 100 * values.min():
-        ax.set_yscale("log")
 
 
 def _time_unit(seconds: float) -> tuple[float, str]:
