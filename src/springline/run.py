@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import time
 import weakref
@@ -28,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from springline import checks
 from springline.center import Center, CenterError, Layout, SharedCenter
 from springline.center.checkpoint import describe, newest
 from springline.center.shared import CHECKPOINT_NAME, write_private
@@ -133,11 +133,12 @@ class Run:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add a line to this worker's metrics."""
+        plain = checks.metrics(values)
         if self.directory is None:
             return
         folder = self.directory / "metrics"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        line = {"time": time.time(), "step": step, **{k: _plain(v) for k, v in values.items()}}
+        line = {"time": time.time(), "step": step, **plain}
         fd = os.open(
             folder / f"rank-{self.rank}.jsonl",
             os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC,
@@ -239,6 +240,7 @@ def create_or_join(
     directory: str | Path, layout: Layout, rule: Rule, values: Mapping[str, Any], use_locking: bool
 ) -> Center:
     """Open the center in a directory, made by whoever comes first; the run's may be elsewhere."""
+    checks.directory(directory)
     run = Run.from_environment()
     if run.cluster and Path(directory) == run.center_directory:
         return run.cluster.create_or_join(layout, rule, values, use_locking)
@@ -251,11 +253,6 @@ def _parent() -> str:
         fields = Path(f"/proc/{os.getppid()}/stat").read_text("utf-8").rpartition(")")[2].split()
         return f"{os.getppid()}-{fields[19]}"
     return str(os.getppid())
-
-
-def _plain(value: float) -> float | None:
-    number = float(value)
-    return number if math.isfinite(number) else None
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from springline import run
+from springline import checks, run
 from springline.center.center import Center, Local
 from springline.center.layout import Bytes, Layout, aligned_zeros
 from springline.center.local import LocalCenter
@@ -108,6 +108,10 @@ class Worker:
         timeout: float | None = None,
         allocate: Callable[[int], Bytes] = aligned_zeros,
     ) -> None:
+        checks.true_or_false("use_locking", use_locking)
+        if synchronous is not None:
+            checks.true_or_false("synchronous", synchronous)
+        checks.seconds(timeout)
         self.rule = rule
         self.layout = Layout.of(parameters, buffers)
         values = {**parameters, **(buffers or {})}
@@ -182,6 +186,8 @@ class Worker:
         Elastic averaging with ρ > 0 adds `ρ(x − c̃)` to them, in place. AGN accumulates them; a
         parameter that is not among them had no gradient in this step.
         """
+        if self._copy or self._a:
+            checks.gradients(gradients, self.parameters)
         if self._copy:
             for name, g in gradients.items():
                 x = self.parameters[name]
@@ -237,7 +243,8 @@ class Worker:
         """Set the rate that travels with AGN's messages: one for all, or one per parameter."""
         rates = rate if isinstance(rate, Mapping) else dict.fromkeys(self.parameters, rate)
         for name, value in rates.items():
-            if not (math.isfinite(value) and value >= 0):
+            checks.parameter(name, self.parameters)
+            if not (checks.is_number(value) and 0 <= value < math.inf):
                 raise ValueError(
                     f"A learning rate must be a finite number >= 0. Received: {value!r} "
                     f"for {name!r}."

@@ -112,6 +112,12 @@ def test_getter_of_another_kind(rule):
 
 
 @rules
+def test_a_word_is_not_true_or_false(rule):
+    with pytest.raises(TypeError, match=r"`use_locking` must be True or False.*'False'"):
+        Bench(rule, use_locking="False")
+
+
+@rules
 def test_getter_without_a_device(rule):
     with pytest.raises(TypeError, match=r"worker_device.*/job:worker/task:0"):
         GETTERS[rule](None)
@@ -132,7 +138,7 @@ def test_number_of_workers(rule):
             wrap(rule, v1.train.GradientDescentOptimizer(0.1), workers, getter)
 
 
-@pytest.mark.parametrize("rate", [0.0, -0.1, 1.5, np.nan, np.inf], ids=str)
+@pytest.mark.parametrize("rate", [0.0, -0.1, 1.5, np.nan, np.inf, "0.1"], ids=str)
 def test_moving_rate(rate):
     with pytest.raises(ValueError, match=r"`moving_rate` must be in \(0, 1\].*Received"):
         Bench("elastic", moving_rate=rate)
@@ -144,7 +150,7 @@ def test_moving_rate_has_the_default_of_this_class():
         wrap("elastic", sgd, 2, getter, communication_period=5, moving_rate=2.0)
 
 
-@pytest.mark.parametrize("rho", [-0.1, np.nan, np.inf], ids=str)
+@pytest.mark.parametrize("rho", [-0.1, np.nan, np.inf, "0", True], ids=str)
 def test_rho(rho):
     with pytest.raises(ValueError, match=r"`rho` must be a finite number >= 0.*Received"):
         Bench("elastic", rho=rho)
@@ -157,7 +163,7 @@ def test_moving_rate_of_too_many_workers_warns():
 
 
 @pytest.mark.parametrize("rule", ["elastic", "average"])
-@pytest.mark.parametrize("timeout", [0, -1.0])
+@pytest.mark.parametrize("timeout", [0, -1.0, "5", True])
 def test_timeout(rule, timeout):
     with pytest.raises(ValueError, match=r"`timeout`.*Received"):
         Bench(rule, timeout=timeout)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from springline import checks
 from springline.center.errors import LayoutError, NonFiniteError, RankError, SettingsError
 from springline.center.layout import Bytes, Layout, aligned_zeros
 from springline.center.plan import Plan
@@ -167,8 +168,7 @@ class Center(ABC):
         """Refuse a worker with other settings than the center's, or a rank out of range."""
         use_locking = {"use_locking": self.settings["use_locking"]}  # the center's, whoever joins
         check_settings(self.settings, rule.settings() | use_locking)
-        if timeout is not None and not timeout >= 0:
-            raise ValueError(f"`timeout` must be seconds >= 0, or None. Received: {timeout!r}.")
+        checks.seconds(timeout)
         workers = self.settings["workers"]
         whole = isinstance(rank, int | np.integer) and not isinstance(rank, bool)
         if not whole or not 0 <= rank < workers:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from springline.center.layout import ALIGNMENT, Bytes, Layout, Run
+from springline.checks import true_or_false
 from springline.rules.rule import Rule
 
 PAGE = 4096
@@ -65,6 +66,7 @@ class Plan:
     @classmethod
     def of(cls, layout: Layout, rule: Rule, use_locking: bool) -> Plan:
         """Plan a center for a rule."""
+        true_or_false("use_locking", use_locking)
         outer = rule.outer
         specs: list[Spec] = [
             (index, key, shape, first)
@@ -73,7 +75,7 @@ class Plan:
             for key, (shape, first) in outer.state(e.name, e.shape).items()
         ]
         alone = outer is not None and outer.alone
-        settings = rule.settings() | {"use_locking": use_locking or alone}
+        settings = rule.settings() | {"use_locking": bool(use_locking) or alone}
         return cls(layout, settings, rule.synchronous, outer is not None, _place(layout, specs))
 
     @property

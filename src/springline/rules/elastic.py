@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from springline.checks import is_number
 from springline.rules.rule import Array, CenterBlock, LocalBlock, Rule
 
 
@@ -48,13 +49,13 @@ class ElasticAverage(Rule):
     def __post_init__(self) -> None:
         super().__post_init__()
         α, p = self.alpha, self.workers
-        if not 0 < α <= 1:
+        if not (is_number(α) and 0 < α <= 1):
             raise ValueError(
                 "`moving_rate` must be in (0, 1]: it is the share of the way that worker and "
                 f"center move towards each other. Received: moving_rate={self.moving_rate!r}. "
                 f"Leave it out for the default, 0.9/workers = {self.BETA / p:g}."
             )
-        if not (math.isfinite(self.rho) and self.rho >= 0):
+        if not (is_number(self.rho) and 0 <= self.rho < math.inf):
             raise ValueError(
                 f"`rho` must be a finite number >= 0. Received: rho={self.rho!r}. "
                 "0 is advised for asynchronous runs."

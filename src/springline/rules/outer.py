@@ -15,6 +15,8 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from springline.checks import is_number
+
 Array = NDArray[Any]
 State = Mapping[str, Array]
 Shape = tuple[int, ...]
@@ -68,16 +70,15 @@ class _Elementwise:
     def __post_init__(self) -> None:
         for name in ("learning_rate", *self.at_least_zero, *self.below_one):
             value, top = getattr(self, name), 1.0 if name in self.below_one else np.inf
-            if not 0 <= value < top:
+            if not (is_number(value) and 0 <= value < top):
                 raise ValueError(
                     f"`{name}` must be a number with 0 <= {name} < {top:g}. "
                     f"Received: {name}={value!r}."
                 )
         for name in self.above_zero:
-            if not 0 < getattr(self, name) < np.inf:
-                raise ValueError(
-                    f"`{name}` must be a number above 0. Received: {name}={getattr(self, name)!r}."
-                )
+            value = getattr(self, name)
+            if not (is_number(value) and 0 < value < np.inf):
+                raise ValueError(f"`{name}` must be a number above 0. Received: {name}={value!r}.")
 
     def settings(self) -> dict[str, Any]:
         values = {k: float(v) for k, v in asdict(self).items() if k != "learning_rate"}

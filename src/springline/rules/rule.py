@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from springline.checks import at_least_one
 from springline.rules.outer import Outer
 
 Array = NDArray[Any]
@@ -130,9 +131,3 @@ def size(values: Array) -> float:
 def is_finite(values: Array) -> bool:
     """Whether a block holds no NaN and no Inf."""
     return not math.isnan(size(values))
-
-
-def at_least_one(name: str, value: object, meaning: str) -> None:
-    """Refuse anything that is not an integer of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise ValueError(f"`{name}` must be an integer >= 1. {meaning} Received: {name}={value!r}.")

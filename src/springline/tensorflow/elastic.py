@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from springline.checks import is_number, true_or_false
 from springline.rules import ElasticAverage, Rule
 from springline.tensorflow.getter import ElasticAverageCustomGetter, Trio, Variable
 from springline.tensorflow.members import Barrier, Members
@@ -63,22 +64,24 @@ class ElasticAverageOptimizer(CenterOptimizer):
         """Wrap an optimizer; the class has what the arguments mean."""
         period = ("communication_period", communication_period)
         super().__init__(opt, num_worker, ea_custom_getter, period, use_locking, name, timeout)
+        true_or_false("synchronous", synchronous)
         moving_rate, rho = _plain(moving_rate), _plain(rho)
         default = self.BETA / self._period / self._num_worker
         α = default if moving_rate is None else moving_rate
-        if not 0 < α <= 1:
+        if not (is_number(α) and 0 < α <= 1):
             raise ValueError(
                 "`moving_rate` must be in (0, 1]: it is the share of the way that worker and "
                 f"center move towards each other. Received: moving_rate={moving_rate!r}. Leave it "
                 f"out for the default, {self.BETA}/communication_period/num_worker = {default:g}."
             )
         rate = rho if rho is not None else _rate_of(opt, α)
+        # A rate that may change is asked for at every step: here only that it is not 0.
+        known: Any = rate if isinstance(rate, float | int | str) and (rate or rho == 0) else 1.0
         self._rule = ElasticAverage(
             period=self._period,
             workers=self._num_worker,
             moving_rate=α,
-            # A rate that may change is asked for at every step: here only that it is not 0.
-            rho=rate if isinstance(rate, float | int) and (rate or rho == 0) else 1.0,
+            rho=known,
         )
         self._rho = rate
         self._default_rho = rho is None

@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from springline.rules.rule import Rule, at_least_one
+from springline.checks import at_least_one, is_number, true_or_false
+from springline.rules.rule import Rule
 from springline.tensorflow.eager import EagerCenter
 from springline.tensorflow.eager_variables import check_mode, no_meaning
 from springline.tensorflow.getter import CustomGetter, Trio, Variable, v1
@@ -59,6 +60,7 @@ class CenterOptimizer(v1.train.Optimizer):
                 f"`tf.compat.v1.train.MomentumOptimizer`. Received: {brief(opt)}."
             )
         at_least_one("num_worker", num_worker, "It is the number of workers of the cluster.")
+        true_or_false("use_locking", use_locking)
         at_least_one(*period, "It is the number of local steps between two exchanges.")
         eager = v1.executing_eagerly_outside_functions()
         if getter is None and eager:
@@ -68,7 +70,7 @@ class CenterOptimizer(v1.train.Optimizer):
                 f"{type(self).__name__} needs the {self.getter_type.__name__} that the model's "
                 f"variables were made with. Received: {brief(getter)}."
             )
-        if timeout is not None and not timeout > 0:
+        if timeout is not None and not (is_number(timeout) and timeout > 0):
             raise ValueError(f"`timeout` must be a number of seconds > 0. Received: {timeout!r}.")
         self._opt = opt
         self._num_worker = int(num_worker)

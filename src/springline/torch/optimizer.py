@@ -15,6 +15,7 @@ from springline.center import Center, LocalCenter, SharedCenter
 from springline.center.checkpoint import write_file
 from springline.center.extras import write_extras
 from springline.center.served.center import ServedCenter
+from springline.checks import true_or_false
 from springline.rules.rule import Rule
 from springline.torch import state as worker_state
 from springline.torch.binding import Binding, Mirror, allocator, to_numpy
@@ -57,6 +58,7 @@ class CenterOptimizer(Wrapper):
         timeout: float | None,
     ) -> None:
         super().__init__(optimizer)
+        true_or_false("overlap", overlap)
         self._model = model
         self._make_rule = make_rule
         self._overlapping = overlap

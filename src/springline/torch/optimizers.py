@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from springline.checks import at_least_one
 from springline.rules import AGN, ElasticAverage, ModelAverage
-from springline.rules.rule import Rule, at_least_one
+from springline.rules.rule import Rule
 from springline.torch.optimizer import CenterOptimizer
 from springline.torch.outer import TorchOuter
 from springline.torch.place import AnyCenter

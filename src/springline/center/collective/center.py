@@ -34,6 +34,7 @@ from springline.center.collective.start import agree, check_goes_on, check_rule
 from springline.center.errors import CenterError, RankError
 from springline.center.layout import Bytes, Layout
 from springline.center.plan import Plan
+from springline.checks import is_number
 from springline.rules.elastic import ElasticAverage
 from springline.rules.rule import Rule
 
@@ -258,7 +259,7 @@ class Collective:
         self, layout: Layout, rule: Rule, values: Mapping[str, Any], timeout: float | None = None
     ) -> CollectiveCenter:
         """Make the center; all ranks of the group must."""
-        if timeout is not None and not timeout > 0:
+        if timeout is not None and not (is_number(timeout) and timeout > 0):
             raise ValueError(f"`timeout` must be seconds > 0, or None. Received: {timeout!r}.")
         directory = None if self.directory is None else Path(self.directory)
         group = Group(self.group, timeout)
