@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 _COMPILED = "_orig_mod."
 Group = dict[str, Any]
@@ -37,11 +38,13 @@ def name_parameters(groups: Iterable[Group], model: torch.nn.Module | None) -> l
         names = group.get("param_names") or [f"{i}.{j}" for j in range(len(group["params"]))]
         for given, p in zip(names, group["params"], strict=True):
             if model is not None and id(p) not in known:
+                shape = "none yet" if is_lazy(p) else tuple(p.shape)
                 raise ValueError(
-                    f"The optimizer has a parameter of shape {tuple(p.shape)} that is not in "
+                    f"The optimizer has a parameter of shape {shape} that is not in "
                     "`model`. Pass the model whose parameters the optimizer was made with."
                 )
             name = known.get(id(p), clean(given))
+            check_plain("Parameter", name, p)
             if name in named:
                 raise ValueError(
                     f"Two parameters are named {name!r}. Pass `model=`, whose names are used "
@@ -56,11 +59,29 @@ def float_buffers(model: torch.nn.Module | None) -> dict[str, Tensor]:
     if model is None:
         return {}
     kept = {id(t) for t in model.state_dict(keep_vars=True).values()}
-    return {
-        clean(name): b
-        for name, b in model.named_buffers()
-        if id(b) in kept and b.is_floating_point()
-    }
+    named = [(clean(name), b) for name, b in model.named_buffers() if id(b) in kept]
+    found = {name: b for name, b in named if b.is_floating_point()}
+    for name, b in found.items():
+        check_plain("Buffer", name, b)
+    return found
+
+
+def check_plain(kind: str, name: str, tensor: Tensor) -> None:
+    """Refuse a tensor that has no values of its own, all of them, one after the other."""
+    if is_lazy(tensor):
+        why = "has no shape yet. Send a batch through the model first"
+    elif tensor.is_meta:
+        why = "is on the meta device and has no values. Materialise the model first (`to_empty`)"
+    elif hasattr(tensor, "__tensor_flatten__"):
+        why = (
+            f"is a {type(tensor).__name__}. Tensors that are made of others (DTensor, FSDP, "
+            "quantized) are not supported: every worker has the whole model"
+        )
+    elif tensor.layout != torch.strided:
+        why = "is sparse, which is not supported (sparse gradients are). Use `to_dense()`"
+    else:
+        return
+    raise ValueError(f"{kind} {name!r} {why}.")
 
 
 def beside_center(

@@ -28,6 +28,11 @@ class Wrapper(torch.optim.Optimizer):
                 "The first argument must be a torch.optim.Optimizer, made with the model's "
                 f"parameters. Received: {type(optimizer).__name__}."
             )
+        if isinstance(optimizer, Wrapper):
+            raise TypeError(
+                f"This {type(optimizer).__name__} is wrapped already, and exchanges with its "
+                "center. Give the torch optimizer inside it, `.inner`, or use it as it is."
+            )
         self.inner = optimizer
         super().__init__([torch.nn.Parameter(torch.empty(0))], {})
         self._wraps = True
@@ -123,6 +128,14 @@ class Wrapper(torch.optim.Optimizer):
         for after in self._optimizer_state_dict_post_hooks.values():
             state = after(self, state) or state
         return state
+
+    def __getstate__(self) -> State:
+        """Refuse to be copied or pickled: torch's own way would leave half of it behind."""
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled: it holds the memory of its model "
+            "and is a worker of its center. Save its `state_dict()`, and load that into one that "
+            "is made for the other model."
+        )
 
     def load_state_dict(self, state_dict: State) -> None:
         """Load what `state_dict` returned, or a plain state of the inner optimizer."""
