@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from springline import checks
-from springline.center import Center, CenterError, Layout, SharedCenter
+from springline.center import Center, CenterError, Layout, RankError, SharedCenter
 from springline.center.checkpoint import describe, newest
 from springline.center.shared import CHECKPOINT_NAME, write_private
 from springline.cluster import Cluster
@@ -154,6 +154,8 @@ _alone = {"stop": False}
 _counted = {"steps": 0}  # by `steps`, in this process
 _begun: set[Run] = set()  # runs in which this process has begun to count steps
 _worker: dict[str, Callable[[], Any]] = {"last": lambda: None}  # made in this process
+# By process, directory of the center and rank.
+_workers: weakref.WeakValueDictionary[tuple[int, Path, int], Any] = weakref.WeakValueDictionary()
 
 
 def rank() -> int:
@@ -231,19 +233,46 @@ def report(text: str) -> None:
         write_private(folder / REPORT, f"{text}\n")
 
 
-def note_worker(worker: object) -> None:
-    """Take a worker's steps for the lines of `log`, for as long as it is there."""
+def note_worker(worker: Any, center: object = None) -> None:
+    """Take a worker's steps for the lines of `log`, for as long as it is there.
+
+    Args:
+        worker: the worker.
+        center: what it was made with.
+    """
     _worker["last"] = weakref.ref(worker)
+    if isinstance(center, str | Path):
+        _workers[os.getpid(), Path(center).absolute(), worker.rank] = worker
 
 
 def create_or_join(
-    directory: str | Path, layout: Layout, rule: Rule, values: Mapping[str, Any], use_locking: bool
+    directory: str | Path,
+    rank: int,
+    layout: Layout,
+    rule: Rule,
+    values: Mapping[str, Any],
+    use_locking: bool,
 ) -> Center:
     """Open the center in a directory, made by whoever comes first; the run's may be elsewhere."""
     checks.directory(directory)
     run = Run.from_environment()
+    other = _workers.get((os.getpid(), Path(directory).absolute(), rank))
+    if other is not None and not other.member.left:
+        way = 'give this one `center=springline.directory() / "second"`, on all workers'
+        if run.cluster:
+            way = "a run on a cluster has one, so put all parameters into one optimizer"
+        raise RankError(
+            f"Rank {rank} is in use by another optimizer of this script, in {directory}. Each "
+            f"optimizer needs a center of its own: {way}."
+        )
     if run.cluster and Path(directory) == run.center_directory:
         return run.cluster.create_or_join(layout, rule, values, use_locking)
+    if run.cluster and run.directory in Path(directory).parents:
+        raise ValueError(
+            f"On a cluster {run.directory} is this worker's own: no other would meet it in a "
+            "center there. Leave `center` out; a run on a cluster has one center. Received: "
+            f"center={str(directory)!r}."
+        )
     return SharedCenter.create_or_join(directory, layout, rule, values, use_locking=use_locking)
 
 

@@ -112,7 +112,7 @@ class Worker:
         if synchronous is not None:
             checks.true_or_false("synchronous", synchronous)
         checks.seconds(timeout)
-        self.rule = rule
+        self.rule, given = rule, center
         self.layout = Layout.of(parameters, buffers)
         values = {**parameters, **(buffers or {})}
         made_here = not isinstance(center, Center)
@@ -121,7 +121,7 @@ class Worker:
         elif callable(center):
             center = center(self.layout, rule, values, timeout)
         elif not isinstance(center, Center):
-            center = run.create_or_join(center, self.layout, rule, values, use_locking)
+            center = run.create_or_join(center, rank, self.layout, rule, values, use_locking)
         else:
             center.check_layout(self.layout)
         self.center = center
@@ -154,7 +154,7 @@ class Worker:
             elif hasattr(self, "member"):
                 self.member.leave()
             raise
-        run.note_worker(self)
+        run.note_worker(self, given)
 
     @property
     def rank(self) -> int:

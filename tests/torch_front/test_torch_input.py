@@ -2,12 +2,16 @@
 
 import copy
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch import nn
 from torch_training import INNERS, RULES, network, train, wrap
 
+import springline
+from springline.center.checkpoint import describe
 from springline.torch import ElasticAverageOptimizer
 
 
@@ -131,3 +135,94 @@ def test_it_is_not_copied(copied):
     with pytest.raises(TypeError, match=r"ElasticAverageOptimizer .*`state_dict\(\)`"):
         copied(opt)
     train(model, opt, range(3))
+
+
+def two_optimizers(second=None):
+    """A generator and a discriminator, each with its own optimizer."""
+    models = network(), nn.Linear(3, 1)
+    centers = None, second
+    return [
+        wrap("elastic", sgd(model), 1, model=model, center=center)
+        for model, center in zip(models, centers, strict=True)
+    ]
+
+
+@pytest.fixture
+def run(directory, monkeypatch):
+    monkeypatch.setenv("SPRINGLINE_RUN", str(directory))
+    monkeypatch.setenv("SPRINGLINE_WORKERS", "2")
+    monkeypatch.setenv("SPRINGLINE_RANK", "1")
+    return directory
+
+
+def leave(opt):
+    opt.worker.finished = True
+    opt.worker.member.leave()
+
+
+def test_two_optimizers_of_a_worker_need_two_centers(run):
+    words = r"Rank 1 is in use .*`center=springline\.directory\(\) / \"second\"`"
+    with pytest.raises(ValueError, match=words):
+        two_optimizers()
+    same = network()
+    with pytest.raises(ValueError, match=r"a center of its own"):
+        [wrap("elastic", sgd(same), model=same) for _ in range(2)]
+
+
+def test_two_optimizers_with_two_centers_train(run):
+    first, second = two_optimizers(springline.directory() / "second")
+    for opt in (first, second):
+        for p in opt.param_groups[0]["params"]:
+            p.grad = torch.ones_like(p)
+        opt.step()
+        assert opt.worker.center.version == 1
+        leave(opt)
+    assert first.worker.center.directory == run / "center"
+    assert second.worker.center.directory == run / "second"
+
+
+def test_an_optimizer_after_a_finished_one_may_have_its_center(run):
+    model = network()
+    for version in (1, 2):
+        opt = wrap("elastic", sgd(model), 5, model=model)
+        train(model, opt, range(2))
+        opt.finish()
+        assert opt.worker.center.version == version
+
+
+def test_on_a_cluster_a_script_has_one_center(run, monkeypatch):
+    monkeypatch.setenv("SPRINGLINE_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setenv("SPRINGLINE_CENTER", "digits")
+    with pytest.raises(ValueError, match=r"is this worker's own.*Leave `center` out"):
+        wrap("elastic", sgd(network()), center=run / "second")
+    assert not run.exists()
+
+
+SCRIPT = """
+import springline, torch
+from springline.torch import ElasticAverageOptimizer, ModelAverageOptimizer
+
+models = torch.nn.Linear(4, 3), torch.nn.Linear(3, 1)
+inner = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+second = springline.directory() / "second"
+generator = ElasticAverageOptimizer(inner[0], model=models[0], communication_period=2)
+critic = ModelAverageOptimizer(inner[1], model=models[1], interval_steps=3, center=second)
+for step in springline.steps(6):
+    models[1](models[0](torch.ones(1, 4))).sum().backward()
+    generator.step()
+    critic.step()
+"""
+
+
+def test_two_optimizers_in_a_real_run(directory, tmp_path):
+    script = tmp_path / "gan.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "springline.cli", "run", "--workers", "2", "--no-live"]
+    done = subprocess.run(
+        [*command, "--run", directory, script], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert describe(directory / "center" / "checkpoint.safetensors").steps == [6, 6]
+    with springline.SharedCenter.open(directory / "second") as second:
+        assert [(rank.steps, rank.exchanges) for rank in second.progress()] == [(6, 2), (6, 2)]
+        second.retire()
