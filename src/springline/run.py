@@ -32,6 +32,7 @@ from springline.center import Center, CenterError, Layout, RankError, SharedCent
 from springline.center.checkpoint import describe, newest
 from springline.center.shared import CHECKPOINT_NAME, write_private
 from springline.cluster import Cluster
+from springline.disk import can_do_without
 from springline.rules.rule import Rule
 
 REPORT = "report.txt"
@@ -122,6 +123,7 @@ class Run:
             return (self.directory / "stop").exists()
         return _alone["stop"]
 
+    @can_do_without("The number of steps")
     def begin(self, step: int, total: int) -> None:
         """Tell whoever watches that this worker starts at a step, and how many it is to make."""
         if self.directory is None:
@@ -131,6 +133,7 @@ class Run:
             self.log(step, {})  # a line without values begins a life of the worker
         write_private(self.directory / "total", f"{total}\n")
 
+    @can_do_without("A line of the metrics")
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add a line to this worker's metrics."""
         plain = checks.metrics(values)
@@ -224,6 +227,7 @@ def directory() -> Path | None:
     return Run.from_environment().directory
 
 
+@can_do_without("The report")
 def report(text: str) -> None:
     """Say how it ended: `springline run` shows rank 0's after the run, a script alone prints it."""
     print(text, flush=True)

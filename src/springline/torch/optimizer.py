@@ -16,6 +16,7 @@ from springline.center.checkpoint import write_file
 from springline.center.extras import write_extras
 from springline.center.served.center import ServedCenter
 from springline.checks import true_or_false
+from springline.disk import can_do_without
 from springline.rules.rule import Rule
 from springline.torch import state as worker_state
 from springline.torch.binding import Binding, Mirror, allocator, to_numpy
@@ -189,6 +190,7 @@ class CenterOptimizer(Wrapper):
             self.binding.scatter()
         self._write_extras()
 
+    @can_do_without("What the model's file has beside the center")
     def _write_extras(self) -> None:
         """Let rank 0 write down what belongs to the model's file beside the center."""
         center = self.worker.center
