@@ -91,7 +91,7 @@ def subclass():
         (meta, r"'1.weight' is on the meta device.*`to_empty`"),
         (lazy, r"'1.weight' has no shape yet.*batch through the model"),
         (sparse, r"'1.weight' is sparse.*`to_dense\(\)`"),
-        (subclass, r"'1.weight' is a .*DTensor.*not supported"),
+        (subclass, r"'1.weight' \(.*DTensor.*not supported"),
     ],
 )
 def test_a_parameter_without_plain_values_is_refused_by_name(rule, make, words):
@@ -100,17 +100,25 @@ def test_a_parameter_without_plain_values_is_refused_by_name(rule, make, words):
         wrap(rule, sgd(model), model=model)
 
 
+@pytest.mark.filterwarnings("ignore:FSDP is switching")
 def test_a_sharded_parameter_is_refused_by_name(tmp_path):
     from torch import distributed as dist
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
         model = network()
         fully_shard(model, mesh=mesh)
-        with pytest.raises(ValueError, match=r"'0.weight' is a DTensor"):
+        with pytest.raises(ValueError, match=r"'0.weight' \(DTensor\) is sharded"):
             wrap("elastic", sgd(model), model=model)
+        for original in (True, False):
+            model = FullyShardedDataParallel(
+                network(), use_orig_params=original, device_id=torch.device("cpu")
+            )
+            name = "0.weight" if original else "_flat_param"
+            with pytest.raises(ValueError, match=rf"{name}' \(Parameter\) is sharded.*FSDP"):
+                wrap("elastic", sgd(model), model=model)
     finally:
         dist.destroy_process_group()
 

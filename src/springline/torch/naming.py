@@ -72,10 +72,10 @@ def check_plain(kind: str, name: str, tensor: Tensor) -> None:
         why = "has no shape yet. Send a batch through the model first"
     elif tensor.is_meta:
         why = "is on the meta device and has no values. Materialise the model first (`to_empty`)"
-    elif hasattr(tensor, "__tensor_flatten__"):
+    elif hasattr(tensor, "__tensor_flatten__") or getattr(tensor, "_fsdp_flattened", False):
         why = (
-            f"is a {type(tensor).__name__}. Tensors that are made of others (DTensor, FSDP, "
-            "quantized) are not supported: every worker has the whole model"
+            f"({type(tensor).__name__}) is sharded or made of other tensors (FSDP, DTensor, "
+            "quantized). That is not supported: every worker has the whole model"
         )
     elif tensor.layout != torch.strided:
         why = "is sparse, which is not supported (sparse gradients are). Use `to_dense()`"
