@@ -43,7 +43,7 @@ def true_or_false(name: str, value: object) -> None:
 def seconds(timeout: Any) -> None:
     """Refuse a timeout that is no number of seconds."""
     if timeout is not None and not (is_number(timeout) and timeout >= 0):
-        raise ValueError(f"`timeout` must be seconds >= 0, or None. Received: {timeout!r}.")
+        raise ValueError(f"`timeout` must be seconds >= 0, or None. Received: timeout={timeout!r}.")
 
 
 def directory(center: object) -> None:
