@@ -20,6 +20,7 @@ for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
+from springline import progress  # noqa: E402
 from springline.center import place  # noqa: E402
 
 collect_ignore_glob = ["conftest.py", "*/conftest.py"]  # they hold no doctests
@@ -112,3 +113,9 @@ def background():
     """`background(call)` makes a call in a thread of its own and returns its future."""
     with ThreadPoolExecutor(8) as pool:
         yield pool.submit
+
+
+@pytest.fixture(autouse=True)
+def _nothing_counted(monkeypatch):
+    """As in a new process: `springline.steps` was not called, and no worker made."""
+    monkeypatch.setattr(progress, "_count", progress._Count())

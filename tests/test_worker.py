@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 
 import springline
-from springline import AGN, ElasticAverage, LocalCenter, ModelAverage, SharedCenter, Worker
+from springline import (
+    AGN,
+    ElasticAverage,
+    LocalCenter,
+    ModelAverage,
+    SharedCenter,
+    Worker,
+    progress,
+)
 from springline.center import Layout, LayoutError, NonFiniteError, RoundTimeoutError, errors
 from springline.rules import SGD
 
@@ -139,7 +147,7 @@ def test_without_penalty_nothing_is_kept_or_computed():
 
 @pytest.mark.parametrize("rule", [ElasticAverage, ModelAverage, AGN])
 def test_half_precision_trains_in_its_own_dtype(rule):
-    extra = {"optimizer": SGD(0.5)} if rule is AGN else {}
+    extra = {AGN: {"optimizer": SGD(0.5)}, ElasticAverage: {"moving_rate": 0.9}}.get(rule, {})
     worker = Worker(model(0.0, np.float16), rule(period=1, **extra))
     worker.parameters["w"] += np.float16(1)
     worker.observe(ones(worker))
@@ -222,6 +230,7 @@ def test_start_step_stays_what_it_was_while_the_worker_goes_on(tmp_path, monkeyp
             worker.step()
         assert springline.start_step() == 0
         worker.member.leave()
+        monkeypatch.setattr(progress, "_count", progress._Count())  # as in another process
         again = Worker(model(), rule, center)
         assert springline.start_step() == again.start_step == 4
         again.member.leave()

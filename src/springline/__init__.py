@@ -16,18 +16,9 @@ from springline.center.errors import (
     SettingsError,
     TakenOverError,
 )
+from springline.progress import log, report, start_step, steps
 from springline.rules import AGN, ElasticAverage, ModelAverage
-from springline.run import (
-    directory,
-    log,
-    rank,
-    report,
-    start_step,
-    steps,
-    stop,
-    stopping,
-    workers,
-)
+from springline.run import directory, rank, stop, stopping, workers
 from springline.worker import Worker
 
 __version__ = "0.1.0"

@@ -171,7 +171,10 @@ def run(
     plot = draw(launcher.directory)
     words = f"The output of all is in {place}/logs"
     if launcher.center:
-        words = f"The center is in {_short(launcher.center)}, the workers' output in {place}/logs"
+        version = launcher.version
+        which = "" if version is None else f" (version {version:,})"
+        words = f"The center is in {_short(launcher.center)}{which}, the workers' output in "
+        words += f"{place}/logs"
     if (launcher.directory / FOLDER).exists():
         words += f", the metrics in {place}/{FOLDER}"
     words += f", the plot in {_short(plot)}." if plot else "."

@@ -10,6 +10,7 @@ Without any, a script is a run of one worker.
     RUN/metrics/    one file of JSON lines per worker
     RUN/logs/       what the workers print
     RUN/stop        asks all workers to finish early
+    RUN/warnings/   what the workers warn of, which `springline run` prints
     RUN/report.txt  what `report` was told
     RUN/total       how many steps each worker is to make, if it counts them with `steps`
 """
@@ -22,7 +23,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,7 @@ from springline.cluster import Cluster
 from springline.disk import can_do_without
 from springline.rules.rule import Rule
 
-REPORT = "report.txt"
-_STOP_LOOK = 0.1  # seconds between two looks at RUN/stop
+REPORT, WARNINGS = "report.txt", "warnings"
 _TORCHS = {"RANK", "WORLD_SIZE", "MASTER_ADDR"}  # what a process group needs
 _log = logging.getLogger("springline")
 
@@ -117,6 +117,15 @@ class Run:
         else:
             _alone["stop"] = True
 
+    def given_up(self) -> list[int] | None:
+        """Return the ranks that the launcher does not start again; None if there is no launcher."""
+        from springline.launch.state import LaunchState
+
+        launch = LaunchState.last(self.directory) if self.directory else None
+        if launch is None or launch.ended or not Path(f"/proc/{launch.pid}").exists():
+            return None
+        return [worker.rank for worker in launch.workers if worker.is_over]
+
     def stopping(self) -> bool:
         """Whether somebody has asked all workers to finish early."""
         if self.directory:
@@ -142,21 +151,11 @@ class Run:
         folder = self.directory / "metrics"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         line = {"time": time.time(), "step": step, **plain}
-        fd = os.open(
-            folder / f"rank-{self.rank}.jsonl",
-            os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC,
-            0o600,
-        )
-        try:
-            os.write(fd, (json.dumps(line) + "\n").encode())  # one write: lines stay whole
-        finally:
-            os.close(fd)
+        _add_line(folder / f"rank-{self.rank}.jsonl", json.dumps(line))
 
 
 _alone = {"stop": False}
-_counted = {"steps": 0}  # by `steps`, in this process
 _begun: set[Run] = set()  # runs in which this process has begun to count steps
-_worker: dict[str, Callable[[], Any]] = {"last": lambda: None}  # made in this process
 # By process, directory of the center and rank.
 _workers: weakref.WeakValueDictionary[tuple[int, Path, int], Any] = weakref.WeakValueDictionary()
 
@@ -171,37 +170,6 @@ def workers() -> int:
     return Run.from_environment().workers
 
 
-def start_step() -> int:
-    """Return how many steps this rank has made in earlier lives: 0 in a new run."""
-    worker = _worker["last"]()
-    return Run.from_environment().start_step() if worker is None else int(worker.start_step)
-
-
-def steps(total: int) -> Iterator[int]:
-    """Count a worker's steps from `start_step()` to `total`, or until all are asked to stop.
-
-    So that a worker that was killed and restarted makes `total` steps in all:
-
-    >>> list(steps(3))
-    [0, 1, 2]
-    """
-    run = Run.from_environment()
-    start = max(run.start_step(), start_step())  # other machines may not see the run's directory
-    run.begin(start, total)
-    if start >= total > 0:
-        _log.warning(
-            "Rank %d has made its %d steps already: nothing is left to do.", run.rank, total
-        )
-    look_at = 0.0
-    for step in range(start, total):
-        if time.monotonic() >= look_at:
-            if run.stopping():
-                return
-            look_at = time.monotonic() + _STOP_LOOK
-        _counted["steps"] = step + 1  # the one that is being made
-        yield step
-
-
 def stop() -> None:
     """Ask all workers of the run to finish early; see `stopping` and `steps`."""
     Run.from_environment().stop()
@@ -212,39 +180,13 @@ def stopping() -> bool:
     return Run.from_environment().stopping()
 
 
-def log(**values: float) -> None:
-    """Add numbers (loss, accuracy, ...) to the run's metrics, for the screen and the plot.
-
-    >>> log(loss=0.25)
-    """
-    worker = _worker["last"]()
-    done = _counted["steps"] if worker is None else worker.start_step + worker.local_step
-    Run.from_environment().log(done, values)
-
-
 def directory() -> Path | None:
     """Return the run's directory; None for a script that runs alone."""
     return Run.from_environment().directory
 
 
-@can_do_without("The report")
-def report(text: str) -> None:
-    """Say how it ended: `springline run` shows rank 0's after the run, a script alone prints it."""
-    print(text, flush=True)
-    folder = directory()
-    if folder and rank() == 0:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_private(folder / REPORT, f"{text}\n")
-
-
-def note_worker(worker: Any, center: object = None) -> None:
-    """Take a worker's steps for the lines of `log`, for as long as it is there.
-
-    Args:
-        worker: the worker.
-        center: what it was made with.
-    """
-    _worker["last"] = weakref.ref(worker)
+def note_center(worker: Any, center: object) -> None:
+    """Note that a worker of this process has a rank in a directory, if it was given one."""
     if isinstance(center, str | Path):
         _workers[os.getpid(), Path(center).absolute(), worker.rank] = worker
 
@@ -278,6 +220,37 @@ def create_or_join(
             f"center={str(directory)!r}."
         )
     return SharedCenter.create_or_join(directory, layout, rule, values, use_locking=use_locking)
+
+
+class ToLauncher(logging.Handler):
+    """Lets `springline run` print what a worker warns of, beside its own log.
+
+    Args:
+        run: the worker's.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(logging.WARNING)
+        self._run = run
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Add a line to the worker's warnings."""
+        if self._run.directory is None:
+            return
+        with contextlib.suppress(OSError):  # a full disk costs no worker
+            folder = self._run.directory / WARNINGS
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _add_line(folder / f"rank-{self._run.rank}.txt", " ".join(record.getMessage().split()))
+        if not logging.getLogger().handlers and logging.lastResort:  # we are no other's substitute
+            logging.lastResort.handle(record)
+
+
+def _add_line(path: Path, line: str) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(fd, f"{line}\n".encode())  # one write: lines stay whole
+    finally:
+        os.close(fd)
 
 
 def _parent() -> str:

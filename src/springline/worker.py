@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+import zlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from springline import checks, run
+from springline import checks, progress, run
+from springline.arrays import InPlace
 from springline.center.center import Center, Local
 from springline.center.layout import Bytes, Layout, aligned_zeros
 from springline.center.local import LocalCenter
@@ -23,37 +23,6 @@ from springline.rules.rule import Rule
 Array = NDArray[Any]
 MakeCenter = Callable[[Layout, Rule, Mapping[str, Array], float | None], Center]
 _log = logging.getLogger("springline")
-
-
-class InPlace(MutableMapping[str, Array]):
-    """Arrays by name. Assigning to a name writes into its array: an exchange knows no other."""
-
-    def __init__(self, arrays: Mapping[str, Array]) -> None:
-        self._arrays = dict(arrays)
-
-    def __getitem__(self, name: str) -> Array:
-        return self._arrays[name]
-
-    def __setitem__(self, name: str, value: Array) -> None:
-        array = self._arrays[name]
-        if value is not array:
-            if np.shape(value) != array.shape:
-                raise ValueError(
-                    f"{name!r} has shape {array.shape}. Received: shape {np.shape(value)}."
-                )
-            np.copyto(array, value, casting="same_kind")
-
-    def __delitem__(self, name: str) -> None:
-        raise TypeError(f"A worker keeps all its parameters; {name!r} cannot be removed.")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._arrays)
-
-    def __len__(self) -> int:
-        return len(self._arrays)
-
-    def __repr__(self) -> str:
-        return repr(self._arrays)
 
 
 class Worker:
@@ -82,6 +51,8 @@ class Worker:
             synchronous rules do. A center that has started once never waits again.
         timeout: seconds after which waiting for others fails, naming them.
         allocate: makes a buffer of so many bytes, all zero; for memory of a special kind.
+        keep_own_weights: whether a worker that has loaded weights goes on with those, though the
+            center has others by then; see `begin`.
 
     Example: one worker alone, moving_rate 1, two steps by hand.
 
@@ -107,6 +78,7 @@ class Worker:
         synchronous: bool | None = None,
         timeout: float | None = None,
         allocate: Callable[[int], Bytes] = aligned_zeros,
+        keep_own_weights: bool = False,
     ) -> None:
         checks.true_or_false("use_locking", use_locking)
         if synchronous is not None:
@@ -142,6 +114,9 @@ class Worker:
         self._period = rule.period
         self.finished = False
         self.exchanged_at = 0  # the local step of the last exchange
+        self.begun = False  # whether `begin` was called, or a step made
+        self._keep_own = keep_own_weights
+        self._joined_with = 0  # what tells the parameters that it joined with from others
         try:
             self.member = center.join(rank, rule, timeout)
             self.start_step = self.member.start_step
@@ -154,7 +129,8 @@ class Worker:
             elif hasattr(self, "member"):
                 self.member.leave()
             raise
-        run.note_worker(self, given)
+        run.note_center(self, given)
+        progress.note_worker(self)
 
     @property
     def rank(self) -> int:
@@ -179,6 +155,43 @@ class Worker:
         self.local.forget_gradients()
         self.exchanged_at = self.local_step
         self._narrow_down()
+        if not self.begun:
+            self.note_start()
+
+    def note_start(self) -> None:
+        """Take the parameters as they are for those that the worker has joined with."""
+        self._joined_with = self._fingerprint()
+
+    def begin(self) -> bool:
+        """Agree on the first values; to be called before the first step, once weights are loaded.
+
+        The first worker to begin gives a new center its own parameters, so that weights that were
+        loaded after it joined count. All others take the center's: what they have loaded, from an
+        old checkpoint of their own perhaps, would pull it back. One warning says so.
+
+        Returns:
+            Whether gradients that were computed before belong to these parameters.
+        """
+        self.begun = True
+        mark = self._fingerprint()
+        changed = mark != self._joined_with
+        first = self.member.seal(self.local.x, mark, changed)
+        if first is None:
+            if self.local.copy is not None:
+                np.copyto(self.local.copy, self.local.x)
+            return True
+        if self._keep_own or not (changed or first not in (0, mark)):
+            return True
+        if changed and (self.start_step or first != mark):
+            _log.warning(
+                "Rank %d: the center's values (version %d) replace the weights that were loaded "
+                "since this worker joined. Load them before the first step of the run, or pass "
+                "`keep_own_weights=True` to go on with them.",
+                self.rank,
+                self.center.version,
+            )
+        self.take_center()
+        return False
 
     def observe(self, gradients: Mapping[str, Array]) -> None:
         """Show the rule this step's gradients, before the inner optimizer uses them.
@@ -212,6 +225,9 @@ class Worker:
 
     def advance(self) -> bool:
         """Count a local step; return whether an exchange is due. `step` without the exchange."""
+        if not self.local_step:
+            self.begun = True
+            progress.note_first_step(self)
         self.local_step += 1
         return self.local_step % self._period == 0
 
@@ -259,7 +275,19 @@ class Worker:
                 if self.local_step > self.exchanged_at:
                     self.exchange()
             finally:
-                self.member.leave()
+                self.member.leave(finished=True)
+
+    def final(self, timeout: float | None = None) -> bool:
+        """Finish, wait for all other workers, and return whether this one is to report.
+
+        Args:
+            timeout: seconds after which waiting fails, naming who is missing.
+
+        Returns:
+            True on one rank: the lowest that has finished. The center is then that of them all.
+        """
+        self.finish()
+        return progress.wait_for_all(self, timeout)
 
     def __enter__(self) -> Worker:
         return self
@@ -271,11 +299,34 @@ class Worker:
             self.finished = True
             self.member.leave()
 
+    @property
+    def steps_done(self) -> int:
+        """How far this rank has come: what `springline.steps` has counted, else local steps."""
+        counted = progress.counted()
+        return self.start_step + self.local_step if counted is None else counted
+
+    @property
+    def unexchanged(self) -> int:
+        """How many steps are not in the center yet."""
+        return self.local_step - self.exchanged_at
+
     def _mark_exchanged(self, local: Local) -> None:
         self.exchanged_at = self.local_step
-        local.steps = self.start_step + self.local_step
+        local.steps = self.steps_done
+        self._widen()
+
+    def _widen(self) -> None:
         for narrow, wide in self._narrow.values():
             np.copyto(wide, narrow)
+
+    def _fingerprint(self) -> int:
+        """Return a number that tells the parameters from others; more than 1."""
+        self._widen()
+        found = 0
+        for entry in self.layout.entries:
+            if entry.kind == "parameter":
+                found = zlib.crc32(entry.view(self.local.x).data, found)
+        return found + 2
 
     def _check_observed(self) -> None:
         if self.rule.accumulates and not self.local.gradients:
@@ -292,20 +343,3 @@ class Worker:
         if self._work.nbytes < array.nbytes:
             self._work = np.empty(array.nbytes, np.uint8)
         return self._work[: array.nbytes].view(array.dtype).reshape(array.shape)
-
-
-def finish_at_exit(finish: Callable[[], None], process: int) -> None:
-    """Finish when the script ends; after an error only leave, which the process's end does.
-
-    Args:
-        finish: makes the last exchange and leaves.
-        process: the one that trains; nothing happens in those that it has forked.
-    """
-    if os.getpid() == process and getattr(sys, "last_value", None) is None:
-        try:
-            finish()
-        except Exception:
-            _log.exception("The last exchange failed")
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)  # an exit handler has no other way to say so

@@ -23,7 +23,8 @@ def start_command(tmp_path):
     without.write_text("raise ImportError('matplotlib is not here')")
 
     def surroundings(changes):
-        environment = {**os.environ, "COLUMNS": "200", "PYTHONPATH": str(tmp_path / "without")}
+        paths = filter(None, [str(tmp_path / "without"), os.environ.get("PYTHONPATH")])
+        environment = {**os.environ, "COLUMNS": "200", "PYTHONPATH": os.pathsep.join(paths)}
         environment |= changes
         return {name: value for name, value in environment.items() if value is not None}
 

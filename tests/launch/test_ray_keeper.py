@@ -112,7 +112,8 @@ def serve(monkeypatch):
 
 def keeper_of(run, said=None, storage=None):
     (run / "center").mkdir(exist_ok=True)
-    return RayKeeper(run, [].append if said is None else said.append, "digits", storage)
+    say = [].append if said is None else said.append
+    return RayKeeper(run, say, "digits", storage, lambda: [1])
 
 
 @pytest.mark.parametrize(("size", "which"), [(4, "shard 0"), (200_000, "shard 0 and 2 more")])
@@ -127,7 +128,7 @@ def test_shards_in_trouble_are_reported_and_the_center_is_asked_to_stay(
     keeper._look()
     keeper._look()  # it does not ask the shards again at once
     assert caplog.messages == [f"No checkpoint of {which}: OSError: no space left"]
-    assert service.told == [("stay",)] * 2
+    assert service.told == [("stay", [1])] * 2
     assert CenterStatus.read(tmp_path / "center").version == 0
 
 
@@ -185,6 +186,7 @@ class Silent(contextlib.nullcontext):
         raise RayError("nobody is there")
 
     values = nobody
+    head = property(nobody)
 
 
 def test_a_cluster_that_does_not_answer_ends_no_keeper(tmp_path, monkeypatch):

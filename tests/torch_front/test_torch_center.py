@@ -49,7 +49,8 @@ def test_center_weights(rule, dtype):
         model(batch(0)[0].to(dtype))  # a forward pass in training mode moves the buffers
     own["1.num_batches_tracked"] += 1
     same(dict(model.state_dict()), own)
-    assert not torch.equal(center(opt)["0.weight"].to(dtype), own["0.weight"])
+    exchanged = torch.equal(center(opt)["0.weight"].to(dtype), own["0.weight"])
+    assert exchanged == (rule == "average")  # where it leaves the worker as it is
 
 
 def test_center_weights_when_the_body_raises():
@@ -143,7 +144,6 @@ def test_save_center_under_each_name(tmp_path, compiled):
     assert torch.equal(saved["embed.weight"], center(opt)["embed.weight"])
     assert torch.equal(saved["mean"], saved["norm.running_mean"])
     assert torch.equal(saved["mean"], center(opt)["mean"])
-    assert not torch.equal(saved["mean"], model.mean)
     assert torch.equal(saved["frozen"], model.frozen)
     Shared().load_state_dict(saved, strict=True)
 
@@ -216,6 +216,7 @@ def test_what_was_applied_before_nan_was_found_counts_on_both_sides():
         }
     )
     opt = wrap("elastic", torch.optim.SGD(model.parameters(), lr=0.0), 1, model=model)
+    opt.step()
     with torch.no_grad():
         model["a"].fill_(3)
         model["b"][1] = float("inf")

@@ -131,7 +131,7 @@ def test_a_penalty_that_was_not_saved_starts_at_the_center():
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_on_a_shared_center_only_the_workers_own_part_is_loaded(rule, directory, team):
+def test_in_a_run_only_the_inner_optimizers_state_is_loaded(rule, directory, team):
     def make():
         model = network()
         options = {"rho": 0.5} if rule == "elastic" else {}
@@ -142,10 +142,13 @@ def test_on_a_shared_center_only_the_workers_own_part_is_loaded(rule, directory,
     train(first._model, first, range(3))
     state = first.state_dict()
     assert "center" not in state["springline"]
-    before = center(second)
+    before, own = center(second), second.state_dict()["springline"]
+    state["param_groups"][0]["lr"] = 0.125
     second.load_state_dict(state)
     same(center(second), before)
-    assert (second.worker.local_step, second.worker.rank) == (3, 1)
-    mine, theirs = second.state_dict()["springline"], state["springline"]
-    for key in {"a", "copy"} & set(theirs):
-        same(mine[key], theirs[key])
+    assert second.inner.state_dict()["state"][0]["step"] == 3
+    assert second.param_groups[0]["lr"] == 0.125
+    assert (second.worker.local_step, second.worker.rank) == (0, 1)
+    mine = second.state_dict()["springline"]
+    for key in {"a", "copy"} & set(own):
+        same(mine[key], own[key])

@@ -73,6 +73,7 @@ def test_half_precision_with_a_penalty(dtype):
     """`x − c̃` is taken in float32: c̃ is not rounded first."""
     model = Bag(w=torch.ones(4, dtype=dtype))
     opt = wrap("elastic", sgd(model, 0.0), 9, model=model, rho=0.5)
+    step(model, opt)
     opt.worker.local.copy.view("float32")[:4] = 1.001  # as after an exchange
     opt.zero_grad()
     model.loss().backward()

@@ -92,8 +92,26 @@ class Member(ABC):
         """Wait, once in the life of a center, until all configured workers have joined."""
 
     @abstractmethod
-    def leave(self) -> None:
-        """Give the rank back. Nobody waits for this worker any more."""
+    def seal(self, x: Bytes, mark: int, changed: bool) -> int | None:
+        """Give a new center a worker's values, if no worker has made a step from it yet.
+
+        Args:
+            x: the worker's parameters and buffers.
+            mark: what tells its parameters from others.
+            changed: whether they are others than when it joined.
+
+        Returns:
+            None if this worker has sealed the center. Else the mark of the one that has since this
+            worker joined; 0 if it was sealed before.
+        """
+
+    @abstractmethod
+    def leave(self, finished: bool = False) -> None:
+        """Give the rank back. Nobody waits for this worker any more.
+
+        Args:
+            finished: whether it has made all its steps, and does not come back.
+        """
 
 
 class Center(ABC):
@@ -132,6 +150,14 @@ class Center(ABC):
     @abstractmethod
     def members(self) -> list[int]:
         """Return the ranks of the live members."""
+
+    @abstractmethod
+    def finished(self) -> list[int]:
+        """Return the ranks that have made all their steps and left for good."""
+
+    def given_up(self) -> list[int] | None:
+        """Return the ranks that a launcher does not start again; None if it knows of none."""
+        return None
 
     @abstractmethod
     def progress(self) -> list[Progress]:

@@ -22,9 +22,21 @@ from springline.center.blocks import (
     merge_message,
     non_finite,
 )
-from springline.center.center import Local, Member
+from springline.center.center import Local, Member, check_finite
 from springline.center.errors import CenterError, NonFiniteError
-from springline.center.plan import EXCHANGES, JOINED, NANOSECONDS, STARTED, STEPS
+from springline.center.layout import Bytes
+from springline.center.locks import CREATE
+from springline.center.plan import (
+    EXCHANGES,
+    FINISHED,
+    HERE,
+    JOINED,
+    JOINING,
+    NANOSECONDS,
+    SEALED,
+    STARTED,
+    STEPS,
+)
 from springline.center.rounds import Rounds
 from springline.center.waiting import wait_until
 from springline.rules.rule import Rule
@@ -44,7 +56,8 @@ class MemoryMember(Member):
         self.timeout = timeout
         self.center = center
         self.row = center.memory.ranks[rank]
-        self.row[JOINED] = 0  # until we are in the rounds, too
+        self.row[JOINED] = JOINING  # until we are in the rounds, too
+        self._was_sealed = bool(center.sealed)
         self.start_step = int(self.row[STEPS])
         self._turn = threading.RLock()  # a signal handler may leave in the middle of an exchange
         self._busy = False
@@ -57,7 +70,7 @@ class MemoryMember(Member):
         self._rounds = Rounds(center, self) if rule.synchronous else None
         if self._rounds:
             self._rounds.enter(self._part.shards)
-        self.row[JOINED] = 1
+        self.row[JOINED] = HERE
 
     def exchange(self, local: Local) -> None:
         """Exchange with the center; two threads of a worker take turns."""
@@ -82,12 +95,27 @@ class MemoryMember(Member):
             self.row[NANOSECONDS] += time.perf_counter_ns() - start
             self.row[EXCHANGES] += 1
 
+    def seal(self, x: Bytes, mark: int, changed: bool) -> int | None:
+        """Give a new center this worker's values, unless it is sealed.
+
+        They are written in any case: a worker that was killed here may have written some of its.
+        """
+        if not self._was_sealed:
+            center = self.center
+            with center.locks.hold(CREATE):
+                if not center.sealed:
+                    check_finite(center.layout, center.layout.views(x))
+                    np.copyto(center.memory.center, x)
+                    center.memory.head[SEALED] = mark
+                    return None
+        return 0 if self._was_sealed else self.center.sealed
+
     def barrier(self) -> None:
         """Wait until all ranks have joined and are there at once, or have been before."""
         head, ranks = self.center.memory.head, self.center.memory.ranks
 
         def missing() -> set[int]:
-            here = {rank for rank in self.center.members() if ranks[rank, JOINED]}
+            here = {rank for rank in self.center.members() if ranks[rank, JOINED] == HERE}
             return set(range(self.center.plan.workers)) - here
 
         def done() -> bool:
@@ -97,11 +125,13 @@ class MemoryMember(Member):
 
         wait_until(done, missing, self.timeout, "all workers to start")
 
-    def leave(self) -> None:
+    def leave(self, finished: bool = False) -> None:
         """Give the rank back, once. An exchange that waits for others ends with an error."""
         if self.left or os.getpid() != self.center._process:
             return
         self.left = True
+        if finished:
+            self.row[JOINED] = FINISHED
         with self._turn:
             self.center.forget(self)
 

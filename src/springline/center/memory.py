@@ -20,7 +20,10 @@ from springline.center.plan import (
     BASE,
     CLOSED,
     EXCHANGES,
+    FINISHED,
+    JOINED,
     NANOSECONDS,
+    SEALED,
     STEPS,
     Memory,
     Plan,
@@ -57,6 +60,15 @@ class MemoryCenter(Center):
     def members(self) -> list[int]:
         """Return the ranks whose lock is held."""
         return [rank for rank in range(self.plan.workers) if self.locks.held(RANK + rank)]
+
+    def finished(self) -> list[int]:
+        """Return the ranks that have made all their steps and left for good."""
+        return [int(rank) for rank in np.flatnonzero(self.memory.ranks[:, JOINED] == FINISHED)]
+
+    @property
+    def sealed(self) -> int:
+        """How the center was sealed: a mark, or 1 if that is not known; 0 if it is not."""
+        return int(self.memory.head[SEALED]) or int(self.version > 0)
 
     def shard_lock(self, shard: int) -> AbstractContextManager[None]:
         """Hold a shard's lock, if this center has locks."""

@@ -26,9 +26,11 @@ Spec = tuple[int, str, tuple[int, ...], float]  # parameter, key, shape, first v
 # Columns of the table, one row per rank. Each row has one writer at a time: its rank's process.
 EXCHANGES, STEPS, NANOSECONDS, SETTLED, CONTRIBUTED, ADOPTED, MEMBER_OF, JOINED = range(8)
 COLUMNS = 8
-# The head, before the rows: the last closed round, whether all have started once, and the version
-# that the center was restored with.
-CLOSED, STARTED, BASE = range(3)
+# What JOINED says of a rank.
+JOINING, HERE, FINISHED = range(3)
+# The head, before the rows: the last closed round, whether all have started once, the version that
+# the center was restored with, and how it was sealed (see `Member.seal`; 0 if it is not).
+CLOSED, STARTED, BASE, SEALED = range(4)
 
 
 @dataclass(frozen=True)

@@ -66,8 +66,9 @@ class RayHead(Head):
         """Return what is known; None while there is no center, and when it is being ended."""
         return None if self._ending else await super().look()
 
-    async def stay(self) -> None:
-        """Stay for a while, though there may be no members."""
+    async def stay(self, given_up: list[int] | None = None) -> None:
+        """Stay for a while, though there may be no members; see `Head.stay`."""
+        await super().stay(given_up)
         self._wanted = time.monotonic()
 
     async def open(self) -> dict[str, Any] | None:

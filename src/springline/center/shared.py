@@ -200,7 +200,7 @@ class SharedCenter(MemoryCenter):
     def _say_whose_values(self, values: Mapping[str, Any]) -> None:
         ours = self.layout.views(self.memory.center)
         if any(not np.array_equal(ours[n], v) for n, v in values.items() if n in ours):
-            _log.warning(
+            _log.info(
                 "Joined the center in %s at version %d: its values replace this worker's own.",
                 self.directory,
                 self.version,

@@ -48,6 +48,7 @@ class Keeper:
     def __init__(self, directory: Path, every: float, say: Callable[[str], None]) -> None:
         self._directory = directory
         self.saved = _modified(self._checkpoint)  # when, in seconds since the epoch
+        self.version: int | None = None  # of the center that was kept for good
         self._every = every
         self._say = say
         self._stop = threading.Event()
@@ -79,6 +80,7 @@ class Keeper:
         if center is None:
             return self._left()
         with center:
+            self.version = center.version
             final = self._write(with_extras(self._directory / CENTER, center.values()))
             self._retire(center)
         self.saved = time.time()

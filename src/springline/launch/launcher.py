@@ -134,6 +134,11 @@ class Launcher:
                 self._claim.release()
         return self._status or 0
 
+    @property
+    def version(self) -> int | None:
+        """The version of the center that was kept at the end."""
+        return self._backend.keeper.version
+
     def _watch(self, tick: Callable[[], None]) -> None:
         while self._going():
             self._hear()
@@ -141,6 +146,8 @@ class Launcher:
                 self._look_at_server(server)
             for process in self._processes:
                 self._look(process)
+                for text in process.new_warnings():
+                    self._tell(f"{process.name.capitalize()}: {text}")
             self._press()
             self._backend.tick()
             self._record()

@@ -78,7 +78,7 @@ class RayBackend(Backend):
             return RayWorker(assignment, directory, _options(asked))
 
         self._ranks = [worker(rank) for rank in range(workers)]
-        self._center = RayKeeper(directory, say, name, storage)
+        self._center = RayKeeper(directory, say, name, storage, self._given_up)
         super().__init__(self._ranks, [], self._center)
         self.center_name = name
         self.resumable = storage is not None
@@ -152,6 +152,10 @@ class RayBackend(Backend):
             worker.release()
         if closing := [worker.closing for worker in self._ranks if worker.closing is not None]:
             ray.wait(closing, num_returns=len(closing), timeout=_CLOSING)
+
+    def _given_up(self) -> list[int]:
+        """Return the ranks that are not started again."""
+        return [worker.entry.rank for worker in self._ranks if worker.entry.is_over]
 
     def _is_cut_off(self) -> bool:
         """Whether the node that this process is connected through is gone."""

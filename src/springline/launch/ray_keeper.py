@@ -51,12 +51,19 @@ class RayKeeper(Keeper):
         say: told where the center is taken from at the end, if it is gone.
         name: the center's.
         storage: where its shards keep checkpoints, if anywhere.
+        given_up: returns the ranks that are not started again.
     """
 
     def __init__(
-        self, directory: Path, say: Callable[[str], None], name: str, storage: str | None
+        self,
+        directory: Path,
+        say: Callable[[str], None],
+        name: str,
+        storage: str | None,
+        given_up: Callable[[], list[int]],
     ) -> None:
         super().__init__(directory, _EVERY, say)
+        self._given_up = given_up
         self._name = name
         self._storage = storage
         self._head: Any = None
@@ -129,7 +136,7 @@ class RayKeeper(Keeper):
             return
         with center:
             self._head = center.head
-            self._head.tell("stay")  # also if no worker is there, as long as the run goes on
+            self._head.tell("stay", self._given_up())  # also if no worker is there
             if time.monotonic() > self._ask_shards_at:
                 self._ask_shards_at = time.monotonic() + _TROUBLE
                 self._hear_of_trouble(center)

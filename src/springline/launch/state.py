@@ -31,6 +31,11 @@ class WorkerEntry:
     starts: list[float] = field(default_factory=list)  # of all its lives, also in earlier launches
     machine: str | None = None  # the one of a cluster that it is on
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it is not started again."""
+        return self.state in ("finished", "failed", "stopped")
+
 
 @dataclass
 class LaunchState:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from springline.launch.state import WorkerEntry
+from springline.run import WARNINGS
 
 Job = Literal["ps", "worker"]
 # What the C++ parts of TensorFlow and gRPC write, often after a script's own last word.
@@ -41,6 +42,8 @@ class Task(ABC):
         self.name = f"worker {number}" if job == "worker" else f"parameter server {number}"
         kind = "rank" if job == "worker" else "ps"
         self.log = directory / "logs" / f"{kind}-{number}.log"
+        self._warnings = directory / WARNINGS / f"{kind}-{number}.txt"
+        self._warned = self._warnings.stat().st_size if self._warnings.exists() else 0  # bytes
         self.restart_at = 0.0
         self.refused: str | None = None
         self._mark = f"--- {kind} {number}, start "
@@ -78,6 +81,18 @@ class Task(ABC):
         """Return the line that begins another life of it in its log."""
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         return f"{self._mark}{len(self.entry.starts)}, {now} ---\n"
+
+    def new_warnings(self) -> list[str]:
+        """Return what it has warned of since the last time."""
+        try:
+            with self._warnings.open("rb") as file:
+                file.seek(self._warned)
+                text = file.read()
+        except OSError:
+            return []
+        whole = text[: text.rfind(b"\n") + 1]
+        self._warned += len(whole)
+        return whole.decode("utf-8", "replace").splitlines()
 
     def last_words(self) -> str:
         """Return its last line that is not of a library's log; nothing if there is none."""

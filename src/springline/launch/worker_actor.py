@@ -25,7 +25,7 @@ from springline.center.extras import NAME as EXTRAS
 from springline.cluster import Cluster
 from springline.launch.directory import CENTER
 from springline.launch.process import WorkerProcess, environment
-from springline.run import REPORT, Run
+from springline.run import REPORT, WARNINGS, Run
 
 _POLL = 1.0  # seconds that the launcher's question waits for something new
 _PAUSE = 0.1
@@ -55,10 +55,15 @@ class Assignment:
     environment: dict[str, str]
 
     @property
+    def growing(self) -> tuple[str, ...]:
+        """Those of its files that grow."""
+        rank = f"rank-{self.rank}"
+        return f"logs/{rank}.log", f"metrics/{rank}.jsonl", f"{WARNINGS}/{rank}.txt"
+
+    @property
     def files(self) -> tuple[str, ...]:
-        """What the run needs of what the worker writes: two files that grow, others replaced."""
-        growing = f"logs/rank-{self.rank}.log", f"metrics/rank-{self.rank}.jsonl"
-        return (*growing, "total", REPORT, f"{CENTER}/{EXTRAS}")
+        """What the run needs of what the worker writes: files that grow, others replaced."""
+        return (*self.growing, "total", REPORT, f"{CENTER}/{EXTRAS}")
 
 
 @dataclass(frozen=True)
@@ -221,7 +226,7 @@ class WorkerActor:
         for name in self._given.files:
             with contextlib.suppress(OSError):
                 status = (self._directory / name).stat()
-                grows = name.startswith(("logs/", "metrics/"))
+                grows = name in self._given.growing
                 found[name] = 0 if grows else status.st_mtime_ns, status.st_size
         return found
 

@@ -28,6 +28,11 @@ class ModelAverage(Rule):
     name: ClassVar[str] = "average"
     synchronous: ClassVar[bool] = True
 
+    @property
+    def follows(self) -> bool:
+        """The mean of one worker is its own."""
+        return self.workers == 1
+
     def contribute(self, local: LocalBlock, c: Array, gradients: int) -> Array:
         """Return `x` itself."""
         return local.x

@@ -25,20 +25,32 @@ class BufferAverage(Rule):
     ```
     c ← c + (b − c)/p      b ← c
     ```
+    Alone, `c ← b`, and the worker keeps its own.
     """
 
     name: ClassVar[str] = "buffers"
     reads_center: ClassVar[bool] = True
 
+    @property
+    def follows(self) -> bool:
+        """The buffers of one worker are its own."""
+        return self.workers == 1
+
     def contribute(self, local: LocalBlock, c: Array, gradients: int) -> Array:
-        """`(b − c)/p`."""
+        """`(b − c)/p`; `b` where the center follows."""
+        if self.follows:
+            np.copyto(local.message, local.x)
+            return local.message
         np.subtract(local.x, c, out=local.message)
         np.divide(local.message, self.workers, out=local.message)
         return local.message
 
     def merge(self, center: CenterBlock, messages: Sequence[Array], rate: float) -> None:
-        """`c ← c + (b − c)/p`."""
+        """`c ← c + (b − c)/p`; `b` where the center follows."""
         for message in messages:
+            if self.follows:
+                np.copyto(center.c, message)
+                continue
             np.add(center.c, message, out=center.work)
             np.copyto(center.c, center.work)
 

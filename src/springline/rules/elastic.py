@@ -24,6 +24,9 @@ class ElasticAverage(Rule):
     Asynchronous. The same δ is added on one side and subtracted on the other, so that `x + c` is
     conserved, even if `c` moved between the read and the add. The loss gains `ρ·½‖x − c̃‖²`.
 
+    Alone, at the default rate, the center moves onto the worker and the worker not at all: that is
+    plain training, to the bit.
+
     On a synchronous center all workers' δ are made from the same `c` and added at once, which is
     the paper's synchronous form.
 
@@ -70,7 +73,14 @@ class ElasticAverage(Rule):
     @property
     def alpha(self) -> float:
         """α, with its default filled in."""
+        if self.follows:
+            return 1.0
         return self.BETA / self.workers if self.moving_rate is None else self.moving_rate
+
+    @property
+    def follows(self) -> bool:
+        """One worker at the default rate is not pulled back."""
+        return self.workers == 1 and self.moving_rate is None
 
     @property
     def keeps_copy(self) -> bool:
@@ -82,26 +92,32 @@ class ElasticAverage(Rule):
         return super().settings() | {"moving_rate": float(self.alpha)}
 
     def contribute(self, local: LocalBlock, c: Array, gradients: int) -> Array:
-        """`δ = α(x − c)`."""
+        """`δ = α(x − c)`; `x` where the center follows."""
         if local.copy is not None:
             np.copyto(local.copy, c)
         δ = local.message
+        if self.follows:
+            np.copyto(δ, local.x)
+            return δ
         np.subtract(local.x, c, out=δ)
         np.multiply(δ, self.alpha, out=δ)
         return δ
 
     def merge(self, center: CenterBlock, messages: Sequence[Array], rate: float) -> None:
-        """`c ← c + δ`."""
+        """`c ← c + δ`; `x` where the center follows."""
         for δ in messages:
-            if center.large:
+            if self.follows:
+                np.copyto(center.c, δ)
+            elif center.large:
                 np.add(center.c, δ, out=center.work)
                 np.copyto(center.c, center.work)
             else:
                 np.add(center.c, δ, out=center.c)
 
     def adopt(self, local: LocalBlock, message: Array, c: Array) -> None:
-        """`x ← x − δ`."""
-        np.subtract(local.x, message, out=local.x)
+        """`x ← x − δ`; `x` stays where the center follows."""
+        if not self.follows:
+            np.subtract(local.x, message, out=local.x)
 
     def penalize(self, g: Array, x: Array, copy: Array, work: Array) -> None:
         """`g ← g + ρ(x − c̃)`."""

@@ -123,8 +123,11 @@ class Twin:
             for w in ws:
                 for k in before:
                     δ = α * (w.x[k] - before[k])
-                    self.c[k] += δ
-                    w.x[k] -= δ
+                    if self.rule.follows:
+                        self.c[k] = np.array(w.x[k])
+                    else:
+                        self.c[k] += δ
+                        w.x[k] -= δ
                 w.copy = _copy(before)
         elif isinstance(self.rule, AGN) and self.outer:
             for w in ws:

@@ -82,6 +82,11 @@ class Rule(ABC):
         """Whether the worker needs `c̃`."""
         return False
 
+    @property
+    def follows(self) -> bool:
+        """Whether an exchange makes the center the worker's own `x`, which stays as it is."""
+        return False
+
     def settings(self) -> dict[str, Any]:
         """What all workers of a center must agree on, as JSON values."""
         return {"rule": self.name, "period": int(self.period), "workers": int(self.workers)}

@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from springline import progress
 from springline import run as runs
 from springline.center import LocalCenter
 from springline.center.checkpoint import write_tensors
@@ -25,7 +26,7 @@ from springline.tensorflow.getter import Trio, Variable
 from springline.tensorflow.outer import rate_of
 from springline.tensorflow.pairs import plain
 from springline.tensorflow.words import brief
-from springline.worker import Worker, finish_at_exit
+from springline.worker import Worker
 
 if TYPE_CHECKING:
     from springline.tensorflow.optimizer import CenterOptimizer
@@ -114,7 +115,7 @@ class EagerCenter:
             synchronous=optimizer._synchronous,
             timeout=optimizer._timeout,
         )
-        runs.note_worker(self)  # it knows the local step between exchanges, the worker does not
+        progress.note_worker(self)  # it knows the local step between exchanges, the worker does not
         if not isinstance(worker.center, LocalCenter):
             atexit.register(self._at_exit)
         kept = worker.local.copy if worker.local.a is None else worker.local.a
@@ -255,7 +256,7 @@ class EagerCenter:
             self._write()
 
     def _at_exit(self) -> None:
-        finish_at_exit(self.finish, self._process)
+        progress.finish_at_exit(self.finish, self._process)
 
     def save_center(self, path: str | Path) -> None:
         """Write the center as safetensors, under the variables' names."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from springline.run import note_worker
+from springline.progress import note_worker
 from springline.tensorflow.cluster import servers_answered, servers_not_needed
 from springline.tensorflow.getter import v1
 from springline.tensorflow.members import Table, pause

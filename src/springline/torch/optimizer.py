@@ -3,40 +3,37 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
+import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from springline import run as runs
-from springline.center import Center, LocalCenter, SharedCenter
-from springline.center.checkpoint import write_file
-from springline.center.extras import write_extras
-from springline.center.served.center import ServedCenter
+from springline.center import Center, LocalCenter
 from springline.checks import true_or_false
-from springline.disk import can_do_without
+from springline.progress import finish_at_exit
 from springline.rules.rule import Rule
 from springline.torch import state as worker_state
 from springline.torch.binding import Binding, Mirror, allocator, to_numpy
 from springline.torch.naming import (
     Group,
-    beside_center,
     float_buffers,
     name_parameters,
-    under_all_names,
 )
 from springline.torch.outer import first_state
 from springline.torch.overlap import Overlap
 from springline.torch.place import AnyCenter, place
-from springline.torch.wrapper import Closure, State, Wrapper
-from springline.worker import MakeCenter, Worker, finish_at_exit
+from springline.torch.reading import CenterReader
+from springline.torch.wrapper import Closure, State
+from springline.worker import MakeCenter, Worker
 
+_log = logging.getLogger("springline")
 MakeRule = Callable[[int, dict[str, Group]], Rule]
 
 
-class CenterOptimizer(Wrapper):
+class CenterOptimizer(CenterReader):
     """A torch optimizer whose worker exchanges with a center. Use one of the three subclasses.
 
     A step:
@@ -57,6 +54,7 @@ class CenterOptimizer(Wrapper):
         synchronous: bool | None,
         overlap: bool,
         timeout: float | None,
+        keep_own_weights: bool,
     ) -> None:
         super().__init__(optimizer)
         true_or_false("overlap", overlap)
@@ -67,8 +65,8 @@ class CenterOptimizer(Wrapper):
             "use_locking": use_locking,
             "synchronous": synchronous,
             "timeout": timeout,
+            "keep_own_weights": keep_own_weights,
         }
-        self._swapped = False
         self._process = os.getpid()
         self._attach(*place(center, runs.Run.from_environment()))
         self._write_extras()
@@ -92,6 +90,8 @@ class CenterOptimizer(Wrapper):
             **self._options,
         )
         self.binding = Binding(self.worker, parameters, self._model)
+        self.binding.gather()  # half precision rounds
+        self.worker.note_start()
         self._entries = {id(p): self.worker.layout.index[n] for n, p in parameters.items()}
         self._overlap = Overlap(self.worker, self.binding) if self._overlapping else None
         local = self.worker.local
@@ -102,6 +102,8 @@ class CenterOptimizer(Wrapper):
         self._check_not_swapped()
         if self._overlap:
             self._overlap.settle()
+        if not self.worker.begun and not self._begin() and closure is None:
+            return None  # its gradient was made elsewhere
         loss = None
         if closure is None:
             self._observe()
@@ -117,6 +119,14 @@ class CenterOptimizer(Wrapper):
         elif due:
             self._exchange()
         return loss
+
+    def _begin(self) -> bool:
+        """Agree with the center before the first step; whether gradients that are there count."""
+        self.binding.gather()
+        kept = self.worker.begin()
+        self.binding.scatter()
+        self._after_exchange()
+        return kept
 
     def _step_with(self, closure: Closure) -> float:
         def observed() -> float:
@@ -190,18 +200,18 @@ class CenterOptimizer(Wrapper):
             self.binding.scatter()
         self._write_extras()
 
-    @can_do_without("What the model's file has beside the center")
-    def _write_extras(self) -> None:
-        """Let rank 0 write down what belongs to the model's file beside the center."""
-        center = self.worker.center
-        folder = center.directory if isinstance(center, SharedCenter) else None
-        if isinstance(center, ServedCenter):  # elsewhere: our launcher looks here
-            folder = runs.Run.from_environment().center_directory
-        if self._model is not None and folder is not None and self.worker.rank == 0:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            others, aliases = beside_center(self.binding.tensors(), self._model)
-            arrays = {name: to_numpy(tensor) for name, tensor in others.items()}
-            write_extras(folder, arrays, aliases)
+    def final(self, timeout: float | None = None) -> bool:
+        """Finish, wait for all other workers, and return whether this one is to report.
+
+        Args:
+            timeout: seconds after which waiting fails, naming who is missing.
+
+        Returns:
+            True on one rank, the lowest that has finished: the one that evaluates, with
+            `center_weights`, the center of them all.
+        """
+        self.finish()
+        return self.worker.final(timeout)
 
     def _at_exit(self) -> None:
         finish_at_exit(self.finish, self._process)
@@ -237,49 +247,20 @@ class CenterOptimizer(Wrapper):
         self._attach(runs.Run(), None)
         self._load_worker_state(state)
         self.worker.exchanges, self.worker.exchange_seconds = old.exchanges, old.exchange_seconds
-
-    @contextlib.contextmanager
-    def center_weights(self) -> Iterator[None]:
-        """Put the center into the model, to evaluate it, and take it out again."""
-        self._check_not_swapped()
-        self.wait()
-        self.binding.gather()
-        own = self.worker.local.x.copy()
-        self._swapped = True
-        try:
-            self.worker.center.read(self.worker.local.x)
-            self.binding.scatter()
-            yield
-        finally:
-            self.worker.local.x[:] = own
-            self.binding.scatter()
-            self._swapped = False
-
-    def _check_not_swapped(self) -> None:
-        if self._swapped:
-            raise RuntimeError("The model holds the center: leave `center_weights` first.")
-
-    def save_center(self, path: str | Path) -> None:
-        """Write the center as safetensors that `model.load_state_dict(load_file(path))` takes.
-
-        What is not in the center (frozen parameters, integer buffers) is the model's own.
-        """
-        from safetensors.torch import save_file
-
-        values = {n: torch.from_numpy(v) for n, v in self.worker.center.values().items()}
-        if self._model is not None:
-            values = under_all_names(values, self.binding.tensors(), self._model)
-        write_file(Path(path), lambda temporary: save_file(values, temporary))
+        self.worker.begun = old.begun
 
     def _save(self) -> State:
         return self.inner.state_dict() | {"springline": self._worker_state()}
 
     def _load(self, state: State) -> None:
-        if self._overlap:
-            self._overlap.drop()  # it belongs to what is replaced
         ours = state.pop("springline", None)
         if ours is not None:
             worker_state.check(self.worker, ours)
+        if not worker_state.own_center(self.worker):  # the center decides, and the others' steps
+            self.inner.load_state_dict(state)
+            return
+        if self._overlap:
+            self._overlap.drop()  # it belongs to what is replaced
         self.inner.load_state_dict(state)
         if ours is not None:
             self._load_worker_state(ours)

@@ -35,6 +35,8 @@ class ElasticAverageOptimizer(CenterOptimizer):
         center: a center, the directory of a shared one, or a `torch.distributed` process group. By
             default that of the run the script was started in, else one of this worker's own.
         timeout: seconds after which waiting for other workers fails, naming them.
+        keep_own_weights: whether a worker that has loaded weights after this was made goes on with
+            those, where the center has others by then; by default it takes the center's.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> opt = ElasticAverageOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
@@ -55,6 +57,7 @@ class ElasticAverageOptimizer(CenterOptimizer):
         overlap: bool = False,
         center: AnyCenter = None,
         timeout: float | None = None,
+        keep_own_weights: bool = False,
     ) -> None:
         at_least_one("communication_period", communication_period, _PERIOD)
 
@@ -72,6 +75,7 @@ class ElasticAverageOptimizer(CenterOptimizer):
             synchronous=synchronous,
             overlap=overlap,
             timeout=timeout,
+            keep_own_weights=keep_own_weights,
         )
         self._rho = rho
 
@@ -128,6 +132,8 @@ class ModelAverageOptimizer(CenterOptimizer):
         center: a center, the directory of a shared one, or a `torch.distributed` process group. By
             default that of the run the script was started in, else one of this worker's own.
         timeout: seconds after which waiting for other workers fails, naming them.
+        keep_own_weights: whether a worker that has loaded weights after this was made goes on with
+            those, where the center has others by then; by default it takes the center's.
     """
 
     def __init__(
@@ -140,6 +146,7 @@ class ModelAverageOptimizer(CenterOptimizer):
         overlap: bool = False,
         center: AnyCenter = None,
         timeout: float | None = None,
+        keep_own_weights: bool = False,
     ) -> None:
         at_least_one("interval_steps", interval_steps, _PERIOD)
         super().__init__(
@@ -151,6 +158,7 @@ class ModelAverageOptimizer(CenterOptimizer):
             synchronous=True,
             overlap=overlap,
             timeout=timeout,
+            keep_own_weights=keep_own_weights,
         )
 
 
@@ -172,6 +180,8 @@ class AGNOptimizer(CenterOptimizer):
         center: a center, or the directory of a shared one. By default that of the run the script
             was started in, else one of this worker's own.
         timeout: seconds after which waiting for other workers fails, naming them.
+        keep_own_weights: whether a worker that has loaded weights after this was made goes on with
+            those, where the center has others by then; by default it takes the center's.
     """
 
     def __init__(
@@ -185,6 +195,7 @@ class AGNOptimizer(CenterOptimizer):
         overlap: bool = False,
         center: AnyCenter = None,
         timeout: float | None = None,
+        keep_own_weights: bool = False,
     ) -> None:
         at_least_one("communication_period", communication_period, _PERIOD)
 
@@ -206,6 +217,7 @@ class AGNOptimizer(CenterOptimizer):
             synchronous=synchronous,
             overlap=overlap,
             timeout=timeout,
+            keep_own_weights=keep_own_weights,
         )
 
     def _observe(self) -> None:

@@ -63,6 +63,7 @@ def check(worker: Worker, state: State) -> None:
 def load(worker: Worker, state: State) -> None:
     """Go back to what `save` returned. Tensors that it does not have stay as they are."""
     local, layout = worker.local, worker.layout
+    worker.begun = True  # the center is not to take what the model has loaded
     worker.local_step, worker.start_step = state["local_step"], state["start_step"]
     worker.exchanged_at = state["exchanged_at"]
     local.forget_gradients()

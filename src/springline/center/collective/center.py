@@ -103,6 +103,10 @@ class CollectiveCenter(Center):
         here = [rank for rank, row in enumerate(self.rows) if not row.finished]
         return [rank for rank in here if not (gone and rank == self.group.rank)]
 
+    def finished(self) -> list[int]:
+        """Return the ranks that had finished in the last round."""
+        return [rank for rank, row in enumerate(self.rows) if row.finished]
+
     def progress(self) -> list[Progress]:
         """Return how far each rank had come in the last round."""
         return [
@@ -143,6 +147,14 @@ class CollectiveCenter(Center):
         if self._keeper is not None and os.getpid() == self.process:
             self._keeper.close()
         self.group.close()
+
+    def take_values(self, values: Bytes | None) -> None:
+        """Take rank 0's values for `c`, on all ranks; the others may give none."""
+        given = self.layout.allocate() if values is None else values.copy()
+        tensor = torch.from_numpy(given).to(self.group.device)
+        self.group.broadcast(tensor)
+        with self.turn:
+            np.copyto(self.replica.buffers[self.replica.now], tensor.cpu().numpy())
 
     def close_round(self, rows: Sequence[Row], changed: bool) -> None:
         """Take the sum for `c`, if it changed, and what the ranks report."""
@@ -195,15 +207,14 @@ class CollectiveCenter(Center):
             return {} if self.group.rank else self._first(center, directory, save_every, restore)
 
         first = agree(self.group, self.plan, prepare)
-        tensor = torch.from_numpy(center.copy()).to(self.group.device)
-        self.group.broadcast(tensor)
-        np.copyto(self.replica.buffers[self.replica.now], tensor.cpu().numpy())
+        self.take_values(center)
         self._version: int = first["version"]
+        self.sealed = int(self._version > 0)  # how; see `Member.seal`
         steps: list[int] = first["steps"]
         more = [max(steps, default=0)] * (self.group.size - len(steps))  # ranks that are new
         self.rows = [Row(False, False, False, 0.0, n) for n in [*steps, *more][: self.group.size]]
         if not np.array_equal(center, self.read()):
-            _log.warning(
+            _log.info(
                 "Rank %d joined the center at version %d: its values replace this worker's own.",
                 self.group.rank,
                 self._version,

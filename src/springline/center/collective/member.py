@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import threading
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from springline.center.center import Local, Member
 from springline.center.collective.replica import Row
 from springline.center.errors import AFTER_NAN, CenterError, NonFiniteError
-from springline.center.layout import Run
+from springline.center.layout import Bytes, Run
 from springline.rules.buffers import buffer_rule
 from springline.rules.rule import LocalBlock, Rule, size
 
@@ -49,6 +50,7 @@ class CollectiveMember(Member):
         self.rank = center.group.rank
         self.start_step = center.rows[self.rank].steps
         self.left = False
+        self._was_sealed = bool(center.sealed)
         self._steps = self.start_step
         self._seconds = 0.0
         self._turn = threading.RLock()  # a signal handler may come in the middle of an exchange
@@ -63,6 +65,7 @@ class CollectiveMember(Member):
             start = time.perf_counter()
             if local is not self._bound:
                 self._bind(local)
+            self._seal(None)
             blocks = self._blocks[self.center.replica.next]
             self._busy = True
             try:
@@ -80,10 +83,33 @@ class CollectiveMember(Member):
             self._steps = local.steps
             self._seconds += time.perf_counter() - start
 
+    def seal(self, x: Bytes, mark: int, changed: bool) -> int | None:
+        """Let all ranks take rank 0's values at the first step; every rank is called."""
+        if self._was_sealed:
+            return 0
+        return self._seal(x, mark, changed)
+
+    def _seal(self, x: Bytes | None, mark: int = 0, changed: bool = False) -> int | None:
+        """Agree on the first values with all other ranks, once.
+
+        Args:
+            x: this rank's; None for one that has not loaded any.
+            mark: what tells them from others.
+            changed: whether they are others than when the center was made.
+        """
+        center, rank = self.center, self.rank
+        if not center.sealed:
+            said = [json.loads(text) for text in center.group.gather(json.dumps([mark, changed]))]
+            first, loaded = said[0]
+            if loaded:
+                center.take_values(x if rank == 0 else None)
+            center.sealed = first or 1
+        return None if rank == 0 else center.sealed
+
     def barrier(self) -> None:
         """All ranks were there when the center was made."""
 
-    def leave(self) -> None:
+    def leave(self, finished: bool = False) -> None:
         """Contribute nothing any more, and return when all ranks have finished.
 
         Rank 0 then saves the last checkpoint. A group that has failed is left at once.
@@ -94,6 +120,8 @@ class CollectiveMember(Member):
             if self._busy:
                 raise CenterError(f"Rank {self.rank} is in the middle of an exchange.")
             self.left = True
+            if not self.center.group.broken:
+                self._seal(None)
             while not (self.center.group.broken or all(r.finished for r in self.center.rows)):
                 self._withdraw(self._idle())
                 with contextlib.suppress(NonFiniteError):  # of others, who are told
@@ -150,7 +178,7 @@ class CollectiveMember(Member):
             raise FloatingPointError
         if block.pulls:
             rule.adopt(local, local.message, block.c)
-        if self.rank == 0 and not rule.synchronous:
+        if self.rank == 0 and not (rule.synchronous or rule.follows):
             with np.errstate(over="ignore"):  # it is large then, and all look at the sum
                 np.add(local.message, block.c, out=local.message)
         return square == math.inf

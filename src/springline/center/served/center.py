@@ -61,6 +61,14 @@ class ServedCenter(Center):
         """Return the ranks that were heard of lately."""
         return self._look(self._ask_head()).members
 
+    def finished(self) -> list[int]:
+        """Return the ranks that have made all their steps and left for good."""
+        return self._look(self._ask_head()).finished
+
+    def given_up(self) -> list[int] | None:
+        """Return the ranks that a launcher does not start again; None if there is none."""
+        return self._look(self._ask_head()).given_up
+
     def progress(self) -> list[Progress]:
         """Return how far each rank has come."""
         rows, _ = self._known()

@@ -35,6 +35,8 @@ class Look:
     rows: dict[int, Row]  # as of the members' last signs of life
     closed: int  # the last closed round
     description: dict[str, Any]
+    finished: list[int]  # ranks that have made all their steps
+    given_up: list[int] | None  # ranks that the launcher does not start again, if there is one
 
 
 class Head(Founding):
@@ -61,6 +63,8 @@ class Head(Founding):
         self._known = False  # whether the rows are those of the shards
         self._rows: dict[int, Row] = {}
         self._started = False
+        self._finished: set[int] = set()
+        self._given_up: tuple[float, list[int]] | None = None  # when a launcher said so, and whom
         self._change = asyncio.Event()
         self._ticking: asyncio.Future[None] | None = None
         self._ending = False
@@ -71,7 +75,50 @@ class Head(Founding):
             return None
         if not self._known:
             await self._ask()
-        return Look(self._seats.alive(), dict(self._rows), self._seats.closed, self.description)
+        at, given_up = self._given_up or (-GRACE, None)
+        return Look(
+            self._seats.alive(),
+            dict(self._rows),
+            self._seats.closed,
+            self.description,
+            sorted(self._finished),
+            given_up if time.monotonic() - at < GRACE else None,
+        )
+
+    async def stay(self, given_up: list[int] | None = None) -> None:
+        """Hear of a launcher, and of the ranks that it does not start again."""
+        if given_up is not None:
+            self._given_up = time.monotonic(), given_up
+
+    # The first values.
+
+    async def sealed(self) -> int:
+        """Return how the center was sealed (see `Member.seal`): a mark, or 1; 0 if it is not."""
+        return self._seal[0] or int(any(row.exchanges for row in self._rows.values()))
+
+    async def seal(
+        self, rank: int, incarnation: int, mark: int, changed: bool, lease: int
+    ) -> tuple[str, int]:
+        """Let a worker seal a new center; others wait meanwhile.
+
+        Args:
+            rank: the worker's.
+            incarnation: the worker's.
+            mark: what tells its parameters from others.
+            changed: whether the shards have others.
+            lease: under which it has sent its parameters to the shards; 0 if it has not.
+
+        Returns:
+            "done"; "sealed", and the mark of who did; "send", and a lease; "wait", and for whom.
+        """
+        self._seats.member(rank, incarnation)
+        me = [mark, rank, incarnation]
+        if by := await self.sealed():
+            return ("done", 0) if self._seal == me else ("sealed", by)
+        if to_do := self._seats.lease(rank, incarnation, changed, lease):
+            return to_do
+        await self.publish({**(self.description or {}), "seal": me})
+        return "done", 0
 
     # Members.
 
@@ -107,6 +154,7 @@ class Head(Founding):
             incarnation = max(row.incarnation + 1, time.time_ns())
         elif incarnation < max(row.incarnation, holder.incarnation if holder else 0):
             raise taken_over(rank)
+        self._finished.discard(rank)
         this = self._seats.closed + 1
         late = new and bool(self._seats.contributing(this))  # it is in the next round
         settled = this if late else this - 1
@@ -131,10 +179,12 @@ class Head(Founding):
         self._note(rank, incarnation, row)
         return True
 
-    async def leave(self, rank: int, incarnation: int | None) -> None:
+    async def leave(self, rank: int, incarnation: int | None, finished: bool = False) -> None:
         """Give a rank back; without an incarnation, whoever has it is known to be dead."""
         seat = self._seats.of.get(rank)
         if seat and incarnation in (None, seat.incarnation):
+            if finished:
+                self._finished.add(rank)
             del self._seats.of[rank]
             self._changed()
 
@@ -225,6 +275,11 @@ class Head(Founding):
         known = self._rows.get(rank, Row())
         if incarnation >= known.incarnation and row.exchanges >= known.exchanges:
             self._rows[rank] = Row(incarnation, row.number, row.steps, row.exchanges, row.seconds)
+
+    @property
+    def _seal(self) -> list[int]:
+        """The mark, rank and incarnation of who has sealed the center."""
+        return list((self.description or {}).get("seal", [0, 0, 0]))
 
     @property
     def _workers(self) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from springline.center.center import Local, Member
+from springline.center.center import Local, Member, check_finite
 from springline.center.errors import (
     CenterError,
     EndedError,
@@ -21,8 +21,9 @@ from springline.center.errors import (
     RankError,
     TakenOverError,
 )
+from springline.center.layout import Bytes
 from springline.center.served.head import BEAT
-from springline.center.served.messages import Message, Reply, Row, Sender
+from springline.center.served.messages import Message, Reply, Row, Sender, span
 from springline.center.served.parts import Parts
 from springline.center.served.peer import Call, PeerLostError
 from springline.center.served.rounds import Rounds
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from springline.center.served.center import ServedCenter
 
 _POLL = 5.0  # seconds that the head is asked to wait for others in one call
+_PAUSE = 0.1  # seconds before the head is asked again who gives the first values
 _RESTART = 30.0  # seconds beyond the timeout in which a head or shard may be started again
 _log = logging.getLogger("springline")
 
@@ -51,6 +53,7 @@ class ServedMember(Member):
         self.left = False
         self._leaver = 0  # the thread that has left
         self._problem: CenterError | None = None  # why we are no member any more
+        self._was_sealed = bool(self.ask_head("sealed"))
         self._incarnation, row, _ = self.ask_head("join", rank, None)
         self.start_step = row.steps
         self._row = Row(self._incarnation, 0, row.steps, row.exchanges, row.seconds)
@@ -94,11 +97,36 @@ class ServedMember(Member):
                 seconds=self._row.seconds + time.perf_counter() - start,
             )
 
+    def seal(self, x: Bytes, mark: int, changed: bool) -> int | None:
+        """Give a new center this worker's values: to all shards, under a lease of the head's."""
+        if self._was_sealed:
+            return 0
+        lease = 0
+        answer: tuple[str, int] = "wait", self.rank
+
+        def answered() -> bool:
+            nonlocal answer
+            answer = self.ask_as_member("seal", mark, changed, lease)
+            if answer[0] == "wait":
+                time.sleep(_PAUSE)
+            return answer[0] != "wait"
+
+        while True:
+            wait_until(answered, lambda: [answer[1]], self.timeout, "the center's first values")
+            if answer[0] != "send":
+                return None if answer[0] == "done" else answer[1]
+            check_finite(self.center.layout, self.center.layout.views(x))
+            lease = answer[1]
+            parts = [x[slice(*span(runs))] for runs in self.center.parts]
+            calls = [self.ask(k, "seal", lease, part) for k, part in enumerate(parts)]
+            results = [call.result() for call in calls]
+            lease = lease if all(results) else 0  # else a later lease has fenced us off
+
     def barrier(self) -> None:
         """Wait until all ranks have joined and are there at once, or have been before."""
         self.wait(lambda seconds: self.ask_head("barrier", seconds), "all workers to start")
 
-    def leave(self) -> None:
+    def leave(self, finished: bool = False) -> None:
         """Give the rank back, once."""
         if self.left or os.getpid() != self.center.process:
             return
@@ -108,7 +136,8 @@ class ServedMember(Member):
             self.center.forget(self)
             with contextlib.suppress(CenterError):  # nobody there: it is as good as left
                 head = self.center.head
-                Call(head, "leave", self.rank, self._incarnation, timeout=5.0).result()
+                mine = self.rank, self._incarnation, finished
+                Call(head, "leave", *mine, timeout=5.0).result()
         if threading.current_thread() is not self._beats:
             self._beats.join(2 * BEAT)  # nobody is to wait for an answer when Ray is shut down
 

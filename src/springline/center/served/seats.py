@@ -25,6 +25,15 @@ class Seat:
     joined: bool = False
 
 
+@dataclass(frozen=True)
+class Lease:
+    """Who may give a new center its first values; a later lease fences an earlier one off."""
+
+    rank: int = -1
+    incarnation: int = 0
+    number: int = 0
+
+
 class Seats:
     """All members, dead or alive.
 
@@ -44,6 +53,7 @@ class Seats:
         self.closed = 0
         self.contributors: dict[int, list[int]] = {}
         self._grace = grace
+        self._lease = Lease()
 
     def is_alive(self, seat: Seat) -> bool:
         """Whether it was heard of lately."""
@@ -68,6 +78,19 @@ class Seats:
         if seat is None:
             raise NotAMemberError("The head does not know this member; it has to join anew.")
         return seat
+
+    def lease(
+        self, rank: int, incarnation: int, changed: bool, held: int
+    ) -> tuple[str, int] | None:
+        """Return what a member has to do before it seals the center; see `Head.seal`."""
+        holder = self.find(self._lease.rank, self._lease.incarnation)
+        if holder and self.is_alive(holder) and self._lease.rank != rank:
+            return "wait", self._lease.rank
+        # Who had a lease and died may have sent some of its values.
+        if (changed or self._lease.number) and not (held and held == self._lease.number):
+            self._lease = Lease(rank, incarnation, time.time_ns())
+            return "send", self._lease.number
+        return None
 
     def pending(self, number: int) -> list[int]:
         """Return whom a round waits for."""

@@ -68,6 +68,7 @@ class Shard:
         self._book = Book()
         self._replies = Replies(kept(len(self._center)))
         self._slots = Slots()
+        self._lease = 0  # of the last worker that has sent first values
         self._mean: Reply | None = None  # of the last round that was reduced here
         self._turn = threading.Lock()  # of an exchange, if the center has locks
         self._problem = CenterError(
@@ -93,6 +94,16 @@ class Shard:
             self._slots = Slots()
             self._ready = True
         self.save()
+
+    def seal(self, lease: int, center: Bytes) -> bool:
+        """Take other first values; False if a later lease has, or somebody has exchanged."""
+        with self._turn:
+            if lease < self._lease or any(row.exchanges for row in self._book.rows().values()):
+                return False
+            self._lease = lease
+            np.copyto(self._center, center)
+        self.save()
+        return True
 
     def exchange(self, message: Message) -> Reply:
         """Apply a worker's exchange, once."""

@@ -1,0 +1,189 @@
+"""How far this process's worker has come: what a script counts, logs and reports."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from springline.center.errors import CenterError
+from springline.center.shared import write_private
+from springline.center.waiting import wait_until
+from springline.disk import can_do_without
+from springline.run import REPORT, Run, ToLauncher
+
+if TYPE_CHECKING:
+    from springline.worker import Worker
+
+_STOP_LOOK = 0.1  # seconds between two looks at RUN/stop
+_END_LOOK = 0.1  # seconds between two looks who has finished
+_UNSEEN = 10.0  # seconds after which nobody waits for a rank that no launcher starts again
+_log = logging.getLogger("springline")
+
+
+@dataclass
+class _Count:
+    """What this process knows of its worker."""
+
+    worker: Callable[[], Any] = lambda: None  # the last that was made
+    start: int | None = None  # steps that its rank had made before this process
+    asked: bool = False  # whether the script has asked for that
+    claimed: int = 0  # steps that calls of `steps` own
+    done: int | None = None  # steps of the rank, if `steps` counts them
+    looping: bool = False  # whether `steps` is in the middle of it
+    reports: bool | None = None  # whether this worker is the one that reports, once that is known
+
+
+_count = _Count()
+
+
+def start_step() -> int:
+    """Return how many steps this rank had made before this process: 0 in a new run."""
+    _count.asked = True
+    if _count.start is None:
+        _count.start = Run.from_environment().start_step()
+    return _count.start
+
+
+def steps(total: int) -> Iterator[int]:
+    """Count a worker's next `total` steps, or until all are asked to stop.
+
+    A script may call it once, or once in every epoch: each call owns the steps that follow those of
+    the one before. A worker that was restarted makes only what its rank had not made: of three
+    epochs of 5, killed at step 7, nothing in the first, 2, 3, 4 in the second, all in the third.
+
+    >>> [list(steps(3)) for epoch in range(2)]
+    [[0, 1, 2], [0, 1, 2]]
+    """
+    run, start = Run.from_environment(), start_step()
+    first = _count.claimed
+    _count.claimed += total
+    _count.done = max(start, _count.done or 0)
+    run.begin(max(start, first), _count.claimed)
+    made = min(max(0, start - first), total)
+    if made == total > 0:
+        _log.info("Rank %d made these %d steps before: it had made %d.", run.rank, total, start)
+    return _steps(run, first, range(made, total))
+
+
+def _steps(run: Run, first: int, rest: range) -> Iterator[int]:
+    look_at = 0.0
+    try:
+        for step in rest:
+            if time.monotonic() >= look_at:
+                if run.stopping():
+                    return
+                look_at = time.monotonic() + _STOP_LOOK
+            _count.looping, _count.done = True, first + step + 1  # the one that is being made
+            yield step
+    finally:
+        _count.looping = False
+
+
+def counted() -> int | None:
+    """Return the steps of this rank; None if `steps` does not count them."""
+    return _count.done
+
+
+def is_over() -> bool:
+    """Whether the script counts its steps with `steps`, and is not in the middle of it."""
+    return _count.done is not None and not _count.looping
+
+
+def note_worker(worker: Any) -> None:
+    """Take a worker for this process's own: its rank's steps are counted on from there."""
+    _count.worker = weakref.ref(worker)
+    run = Run.from_environment()
+    if run.directory and not any(isinstance(h, ToLauncher) for h in _log.handlers):
+        _log.addHandler(ToLauncher(run))
+    if _count.start is None:
+        _count.start = int(worker.start_step)
+    _count.reports = None
+
+
+def note_first_step(worker: Worker) -> None:
+    """Warn of a worker that was restarted and begins at its first step again."""
+    if worker.start_step and not _count.asked:
+        _log.warning(
+            "Rank %d had made %d steps before it was restarted, and its script begins with the "
+            "first again. Count them with `for step in springline.steps(n)`, or begin at "
+            "`springline.start_step()`.",
+            worker.rank,
+            worker.start_step,
+        )
+
+
+def wait_for_all(worker: Worker, timeout: float | None) -> bool:
+    """Wait until every rank has finished or does not come back; see `Worker.final`."""
+    center, run = worker.center, Run.from_environment()
+    seen = dict.fromkeys(range(center.settings["workers"]), time.monotonic())
+
+    def missing() -> list[int]:
+        given_up = center.given_up()
+        given_up = run.given_up() if given_up is None else given_up
+        now = time.monotonic()
+        seen.update(dict.fromkeys(center.members(), now))
+        if given_up is None:  # nobody starts it again
+            given_up = [rank for rank, at in seen.items() if now - at > _UNSEEN]
+        return sorted(seen.keys() - {*center.finished(), *given_up})
+
+    def done() -> bool:
+        if not missing():
+            return True
+        time.sleep(_END_LOOK)
+        return False
+
+    wait_until(done, missing, timeout, "all workers to finish")
+    _count.reports = worker.rank == min(center.finished(), default=worker.rank)
+    return _count.reports
+
+
+def log(**values: float) -> None:
+    """Add numbers (loss, accuracy, ...) to the run's metrics, for the screen and the plot.
+
+    >>> log(loss=0.25)
+    """
+    worker, done = _count.worker(), _count.done
+    if done is None:
+        done = worker.start_step + worker.local_step if worker else 0
+    Run.from_environment().log(done, values)
+
+
+@can_do_without("The report")
+def report(text: str) -> None:
+    """Say how it ended: a script alone prints it, `springline run` shows it after the run.
+
+    In a run it is that of the worker on which `final()` was true, with the version of the center
+    that it speaks of; rank 0's, if the script does not call `final()`.
+    """
+    run, worker = Run.from_environment(), _count.worker()
+    if run.directory and _count.reports and hasattr(worker, "center"):
+        with contextlib.suppress(CenterError):
+            text = f"{text} (center version {worker.center.version:,})"
+    print(text, flush=True)
+    if run.directory and (run.rank == 0 if _count.reports is None else _count.reports):
+        run.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_private(run.directory / REPORT, f"{text}\n")
+
+
+def finish_at_exit(finish: Callable[[], None], process: int) -> None:
+    """Finish when the script ends; after an error only leave, which the process's end does.
+
+    Args:
+        finish: makes the last exchange and leaves.
+        process: the one that trains; nothing happens in those that it has forked.
+    """
+    if os.getpid() == process and getattr(sys, "last_value", None) is None:
+        try:
+            finish()
+        except Exception:
+            _log.exception("The last exchange failed")
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)  # an exit handler has no other way to say so

@@ -1,0 +1,120 @@
+"""The center as the model's own weights: to evaluate it, and to write it down."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from abc import abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from springline import run as runs
+from springline.center import SharedCenter
+from springline.center.checkpoint import write_file
+from springline.center.extras import write_extras
+from springline.center.layout import Bytes
+from springline.center.served.center import ServedCenter
+from springline.disk import can_do_without
+from springline.progress import is_over
+from springline.torch.binding import Binding, to_numpy
+from springline.torch.naming import beside_center, under_all_names
+from springline.torch.wrapper import Wrapper
+from springline.worker import Worker
+
+_log = logging.getLogger("springline")
+
+
+class CenterReader(Wrapper):
+    """An optimizer whose worker's center can be put into the model, and be saved."""
+
+    worker: Worker
+    binding: Binding
+    _model: torch.nn.Module | None
+    _owns_center: bool
+    _swapped = False  # whether the model holds the center
+    _warned = False  # that the center lacks steps of ours
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait for an exchange in the background and fold it in."""
+
+    @abstractmethod
+    def _exchange(self) -> None:
+        """Exchange now."""
+
+    @contextlib.contextmanager
+    def center_weights(self) -> Iterator[None]:
+        """Put the center into the model, to evaluate it, and take it out again."""
+        self._check_not_swapped()
+        self._bring_up_to_date()
+        self.binding.gather()
+        own = self.worker.local.x.copy()
+        self._swapped = True
+        try:
+            self._read_center(self.worker.local.x)
+            self.binding.scatter()
+            yield
+        finally:
+            self.worker.local.x[:] = own
+            self.binding.scatter()
+            self._swapped = False
+
+    def save_center(self, path: str | Path) -> None:
+        """Write the center as safetensors that `model.load_state_dict(load_file(path))` takes.
+
+        What is not in the center (frozen parameters, integer buffers) is the model's own.
+        """
+        from safetensors.torch import save_file
+
+        self._check_not_swapped()
+        self._bring_up_to_date()
+        self.binding.gather()
+        center = self._read_center(self.worker.layout.allocate())
+        values = {n: torch.from_numpy(v) for n, v in self.worker.layout.views(center).items()}
+        if self._model is not None:
+            values = under_all_names(values, self.binding.tensors(), self._model)
+        write_file(Path(path), lambda temporary: save_file(values, temporary))
+
+    def _read_center(self, out: Bytes) -> Bytes:
+        """Copy the center; alone, before the first step, it is to be what the model has."""
+        if self._owns_center and not self.worker.begun:
+            out[:] = self.worker.local.x
+            return out
+        return self.worker.center.read(out)
+
+    def _bring_up_to_date(self) -> None:
+        """Exchange steps that are not in the center, if that is all it does; else warn of them."""
+        self.wait()
+        worker = self.worker
+        if not worker.unexchanged or worker.finished:
+            return
+        if self._owns_center and worker.rule.follows:
+            self._exchange()
+        elif not self._warned and (not worker.exchanges or is_over()):
+            self._warned = True
+            _log.warning(
+                "The last %d steps of rank %d are not in the center, which is evaluated or saved "
+                "now. Call `opt.final()` after the last step: it exchanges them, and waits for the "
+                "other workers.",
+                worker.unexchanged,
+                worker.rank,
+            )
+
+    def _check_not_swapped(self) -> None:
+        if self._swapped:
+            raise RuntimeError("The model holds the center: leave `center_weights` first.")
+
+    @can_do_without("What the model's file has beside the center")
+    def _write_extras(self) -> None:
+        """Let rank 0 write down what belongs to the model's file beside the center."""
+        center = self.worker.center
+        folder = center.directory if isinstance(center, SharedCenter) else None
+        if isinstance(center, ServedCenter):  # elsewhere: our launcher looks here
+            folder = runs.Run.from_environment().center_directory
+        if self._model is not None and folder is not None and self.worker.rank == 0:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            others, aliases = beside_center(self.binding.tensors(), self._model)
+            arrays = {name: to_numpy(tensor) for name, tensor in others.items()}
+            write_extras(folder, arrays, aliases)
