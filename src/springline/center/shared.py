@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import socket
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,18 +24,25 @@ import numpy as np
 
 from springline.center import checkpoint
 from springline.center.center import check_settings
+from springline.center.directory import (
+    FORMAT,
+    LAYOUT_NAME,
+    check_platform,
+    claim,
+    memory_of,
+    open_locks,
+    read_layout,
+)
 from springline.center.errors import CenterError
 from springline.center.layout import Bytes, Layout
 from springline.center.locks import CREATE, RecordLocks
 from springline.center.member import MemoryMember
 from springline.center.memory import MemoryCenter
-from springline.center.place import MEMORY_NAME, free, map_memory, new_memory, sweep
+from springline.center.place import free, map_memory, new_memory, sweep
 from springline.center.plan import Plan
 from springline.rules.rule import Rule
 
-_FORMAT = 1
-LAYOUT_NAME, CHECKPOINT_NAME = "layout.json", "checkpoint.safetensors"
-_LOCK = "lock"
+CHECKPOINT_NAME = "checkpoint.safetensors"
 _log = logging.getLogger("springline")
 
 
@@ -73,12 +79,12 @@ class SharedCenter(MemoryCenter):
             use_locking: whether an exchange is atomic, per part of the center.
             restore: a checkpoint whose values a new center takes instead.
         """
-        directory = _claim(Path(directory))
+        directory = claim(Path(directory))
         plan = Plan.of(layout, rule, use_locking)
-        locks = _open_locks(directory)
+        locks = open_locks(directory)
         try:
             with locks.hold(CREATE):
-                found = _read_layout(directory)
+                found = read_layout(directory)
                 if found is None:
                     with cls._new(directory, plan, locks) as center:
                         center.initialise(values)
@@ -103,8 +109,8 @@ class SharedCenter(MemoryCenter):
     def open(cls, directory: str | Path) -> SharedCenter:
         """Open a center that is there, whatever its model: to read, to save, to watch."""
         directory = Path(directory)
-        _check_platform()
-        found = _read_layout(directory)
+        check_platform()
+        found = read_layout(directory)
         if found is None:
             raise CenterError(f"There is no center in {directory}. Start a run there first.")
         plan, path = found
@@ -115,7 +121,7 @@ class SharedCenter(MemoryCenter):
                 f"The center in {directory} is not in memory. Its last checkpoint is "
                 f"{checkpoint.newest(directory / CHECKPOINT_NAME) or 'missing'}."
             ) from error
-        return cls(directory, plan, path, raw, _open_locks(directory))
+        return cls(directory, plan, path, raw, open_locks(directory))
 
     def join(self, rank: int, rule: Rule, timeout: float | None = None) -> MemoryMember:
         """Become the worker of that rank."""
@@ -130,7 +136,7 @@ class SharedCenter(MemoryCenter):
 
     def check_current(self) -> None:
         """Refuse a center whose directory has other memory now, or none."""
-        found = _read_layout(self.directory)
+        found = read_layout(self.directory)
         if found is None or found[1] != self._path or not self._path.exists():
             raise CenterError(f"The center in {self.directory} was retired; open it again.")
 
@@ -158,7 +164,7 @@ class SharedCenter(MemoryCenter):
     @contextlib.contextmanager
     def _new(cls, directory: Path, plan: Plan, locks: RecordLocks) -> Iterator[SharedCenter]:
         """Make a center's memory; what fills it decides whether the center comes to be."""
-        sweep(_memory_of, directory)
+        sweep(memory_of, directory)
         path, raw = new_memory(directory, plan.nbytes)
         try:
             center = cls(directory, plan, path, raw, locks)
@@ -171,7 +177,7 @@ class SharedCenter(MemoryCenter):
     def _publish(self) -> None:
         """Write the file that makes the center be there: atomically, when all else is."""
         place = self._path.name if self._path.parent == self.directory else str(self._path)
-        values = {"format": _FORMAT, "memory": place, "plan": self.plan.to_json()}
+        values = {"format": FORMAT, "memory": place, "plan": self.plan.to_json()}
         try:
             write_private(self.directory / LAYOUT_NAME, json.dumps(values, indent=1))
         except OSError as error:
@@ -205,71 +211,6 @@ class SharedCenter(MemoryCenter):
                 self.directory,
                 self.version,
             )
-
-
-def _check_platform() -> None:
-    if sys.platform != "linux":
-        raise CenterError(
-            f"The shared center needs Linux (record locks, tmpfs); this is {sys.platform}. "
-            "A script alone, without `springline run`, works everywhere."
-        )
-
-
-def _claim(directory: Path) -> Path:
-    """Return the directory, made or checked to be ours."""
-    _check_platform()
-    try:
-        directory = directory.absolute()
-        for new in reversed([p for p in (directory, *directory.parents) if not p.exists()]):
-            new.mkdir(mode=0o700, exist_ok=True)
-        owner = directory.stat().st_uid
-        names = {p.name for p in directory.iterdir()}
-        begun = {_LOCK, MEMORY_NAME}  # by a creator that was killed
-        others = sorted(n for n in names - begun if not n.startswith(f".{LAYOUT_NAME}"))
-        if owner == os.getuid() and others and LAYOUT_NAME not in names:
-            raise CenterError(
-                f"{directory} is not a center's directory: it holds {others[0]!r}. "
-                "Give a new or an empty one."
-            )
-        if owner != os.getuid():
-            raise CenterError(f"{directory} belongs to another user (id {owner}).")
-        directory.chmod(0o700)
-    except OSError as error:
-        raise CenterError(
-            f"Cannot use {directory} for a center: {error.strerror}. Give a directory that you "
-            "may write to."
-        ) from error
-    return directory
-
-
-def _read_layout(directory: Path) -> tuple[Plan, Path] | None:
-    try:
-        values = json.loads((directory / LAYOUT_NAME).read_text("utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise CenterError(f"Cannot read {directory / LAYOUT_NAME}: {error}.") from error
-    if not isinstance(values, dict) or values.get("format") != _FORMAT:
-        raise CenterError(
-            f"{directory / LAYOUT_NAME} is not of a center that this springline can read. "
-            "Start in a new directory."
-        )
-    try:
-        return Plan.from_json(values["plan"]), directory / values["memory"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise CenterError(f"{directory / LAYOUT_NAME} is damaged: {error!r}.") from error
-
-
-def _memory_of(directory: Path) -> Path | None:
-    found = _read_layout(directory)
-    return None if found is None else found[1]
-
-
-def _open_locks(directory: Path) -> RecordLocks:
-    try:
-        return RecordLocks.of(directory / _LOCK)
-    except OSError as error:
-        raise CenterError(f"Cannot open {directory / _LOCK}: {error.strerror}.") from error
 
 
 def write_private(path: Path, text: str | bytes) -> None:

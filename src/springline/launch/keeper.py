@@ -17,10 +17,11 @@ from safetensors import SafetensorError, safe_open
 
 from springline.center import CenterError, SharedCenter
 from springline.center.checkpoint import describe, newest, write_tensors
+from springline.center.directory import LAYOUT_NAME
 from springline.center.extras import with_extras
 from springline.center.served.center import read_stored
 from springline.center.served.founding import NAME as HEAD
-from springline.center.shared import CHECKPOINT_NAME, LAYOUT_NAME
+from springline.center.shared import CHECKPOINT_NAME
 from springline.launch.directory import CENTER, LaunchError, find_run
 from springline.launch.request import NO_STORAGE
 from springline.launch.state import LaunchState

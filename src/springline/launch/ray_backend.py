@@ -14,8 +14,8 @@ import ray
 from ray.exceptions import RayError
 
 from springline.center import CenterError
+from springline.center.directory import LAYOUT_NAME
 from springline.center.ray_peer import OPTIONS
-from springline.center.shared import LAYOUT_NAME
 from springline.cluster import Cluster
 from springline.launch.backend import Backend, Say
 from springline.launch.directory import CENTER, RUNS, LaunchError

@@ -1,0 +1,85 @@
+"""The directory of a shared center: claimed, and its layout read."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from springline.center.errors import CenterError
+from springline.center.locks import RecordLocks
+from springline.center.place import MEMORY_NAME
+from springline.center.plan import Plan
+
+FORMAT = 1
+LAYOUT_NAME, LOCK_NAME = "layout.json", "lock"
+
+
+def check_platform() -> None:
+    """Refuse an operating system that has not what a shared center needs."""
+    if sys.platform != "linux":
+        raise CenterError(
+            f"The shared center needs Linux (record locks, tmpfs); this is {sys.platform}. "
+            "A script alone, without `springline run`, works everywhere."
+        )
+
+
+def claim(directory: Path) -> Path:
+    """Return the directory, made or checked to be ours."""
+    check_platform()
+    try:
+        directory = directory.absolute()
+        for new in reversed([p for p in (directory, *directory.parents) if not p.exists()]):
+            new.mkdir(mode=0o700, exist_ok=True)
+        owner = directory.stat().st_uid
+        names = {p.name for p in directory.iterdir()}
+        begun = {LOCK_NAME, MEMORY_NAME}  # by a creator that was killed
+        others = sorted(n for n in names - begun if not n.startswith(f".{LAYOUT_NAME}"))
+        if owner == os.getuid() and others and LAYOUT_NAME not in names:
+            raise CenterError(
+                f"{directory} is not a center's directory: it holds {others[0]!r}. "
+                "Give a new or an empty one."
+            )
+        if owner != os.getuid():
+            raise CenterError(f"{directory} belongs to another user (id {owner}).")
+        directory.chmod(0o700)
+    except OSError as error:
+        raise CenterError(
+            f"Cannot use {directory} for a center: {error.strerror}. Give a directory that you "
+            "may write to."
+        ) from error
+    return directory
+
+
+def read_layout(directory: Path) -> tuple[Plan, Path] | None:
+    """Read what a center is and where its memory is, or was; None if there is no center yet."""
+    try:
+        values = json.loads((directory / LAYOUT_NAME).read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise CenterError(f"Cannot read {directory / LAYOUT_NAME}: {error}.") from error
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        raise CenterError(
+            f"{directory / LAYOUT_NAME} is not of a center that this springline can read. "
+            "Start in a new directory."
+        )
+    try:
+        return Plan.from_json(values["plan"]), directory / values["memory"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CenterError(f"{directory / LAYOUT_NAME} is damaged: {error!r}.") from error
+
+
+def memory_of(directory: Path) -> Path | None:
+    """Return the memory that a center's directory names, if it names one."""
+    found = read_layout(directory)
+    return None if found is None else found[1]
+
+
+def open_locks(directory: Path) -> RecordLocks:
+    """Return this process's locks of a center."""
+    try:
+        return RecordLocks.of(directory / LOCK_NAME)
+    except OSError as error:
+        raise CenterError(f"Cannot open {directory / LOCK_NAME}: {error.strerror}.") from error
