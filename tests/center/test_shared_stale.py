@@ -61,10 +61,10 @@ def test_a_sweep_spares_memory_that_is_being_made(directory, tmpfs, monkeypatch)
 
 
 def test_the_orphan_of_a_failed_creation_is_swept_by_the_next(directory, tmpfs, monkeypatch):
-    monkeypatch.setattr(place, "free", lambda *_: None)  # as if killed
-    monkeypatch.setattr("springline.center.shared.free", lambda *_: None)
-    with pytest.raises(KeyError):
-        SharedCenter.create_or_join(directory, Layout.of(VALUES), RULE, {})
+    with monkeypatch.context() as killed:
+        killed.setattr("springline.center.shared.free", lambda *_: None)
+        with pytest.raises(KeyError):
+            SharedCenter.create_or_join(directory, Layout.of(VALUES), RULE, {})
     assert len(list(tmpfs.iterdir())) == 1
     SharedCenter.create_or_join(directory, Layout.of(VALUES), RULE, VALUES).close()
     assert len(list(tmpfs.iterdir())) == 1

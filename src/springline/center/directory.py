@@ -9,11 +9,11 @@ from pathlib import Path
 
 from springline.center.errors import CenterError
 from springline.center.locks import RecordLocks
-from springline.center.place import MEMORY_NAME
+from springline.center.place import LOCK_NAME, MEMORY_NAME, owner_of
 from springline.center.plan import Plan
 
 FORMAT = 1
-LAYOUT_NAME, LOCK_NAME = "layout.json", "lock"
+LAYOUT_NAME = "layout.json"
 
 
 def check_platform() -> None:
@@ -69,6 +69,20 @@ def read_layout(directory: Path) -> tuple[Plan, Path] | None:
         return Plan.from_json(values["plan"]), directory / values["memory"]
     except (KeyError, TypeError, ValueError) as error:
         raise CenterError(f"{directory / LAYOUT_NAME} is damaged: {error!r}.") from error
+
+
+def no_checkpoint(directory: Path, path: Path) -> CenterError:
+    """Return why a center cannot be had: it is not in memory, and nothing was saved."""
+    owner = owner_of(path) if path.exists() else None
+    if owner and owner != directory.absolute():
+        return CenterError(
+            f"{directory} is a copy of {owner}, made before there was a checkpoint: the center is "
+            "in the memory of the other only. Copy it again when it has a checkpoint."
+        )
+    return CenterError(
+        f"The memory of the center in {directory} is gone (was the machine restarted?) and there "
+        "is no checkpoint. Remove the directory, or start in a new one."
+    )
 
 
 def memory_of(directory: Path) -> Path | None:

@@ -5,8 +5,9 @@
     DIR/checkpoint.safetensors   the last checkpoint, and the one before it beside it
     memory                       a mapped file, in a tmpfs if one has room, else in DIR
 
-The mapped file outlives every process. Should it be lost all the same (the machine restarted),
-whoever opens the directory next goes on from the last checkpoint.
+The mapped file outlives every process. Should it be lost all the same (the machine restarted), or
+be that of another directory (this one is a copy), whoever joins next goes on from the last
+checkpoint.
 """
 
 from __future__ import annotations
@@ -30,15 +31,24 @@ from springline.center.directory import (
     check_platform,
     claim,
     memory_of,
+    no_checkpoint,
     open_locks,
     read_layout,
 )
 from springline.center.errors import CenterError
 from springline.center.layout import Bytes, Layout
-from springline.center.locks import CREATE, RecordLocks
+from springline.center.locks import CREATE, RANK, RecordLocks
 from springline.center.member import MemoryMember
 from springline.center.memory import MemoryCenter
-from springline.center.place import free, map_memory, new_memory, sweep
+from springline.center.place import (
+    adopt,
+    belongs,
+    free,
+    in_use,
+    map_memory,
+    new_memory,
+    sweep,
+)
 from springline.center.plan import Plan
 from springline.rules.rule import Rule
 
@@ -85,6 +95,8 @@ class SharedCenter(MemoryCenter):
         try:
             with locks.hold(CREATE):
                 found = read_layout(directory)
+                if found is None or not belongs(found[1], directory):
+                    _check_unused(directory, plan, locks)
                 if found is None:
                     with cls._new(directory, plan, locks) as center:
                         center.initialise(values)
@@ -92,11 +104,12 @@ class SharedCenter(MemoryCenter):
                             center.restore(Path(restore))
                 else:
                     existing, path = found
-                    if path.exists():
+                    if belongs(path, directory):
+                        adopt(path, directory)
                         raw = map_memory(path, existing.nbytes)
                         center = cls(directory, existing, path, raw, locks)
                     else:
-                        center = cls._recover(directory, existing, locks)
+                        center = cls._recover(directory, existing, path, locks)
                     center.check_layout(layout)
                     check_settings(center.settings, plan.settings)
                     center._say_whose_values(values)
@@ -114,14 +127,16 @@ class SharedCenter(MemoryCenter):
         if found is None:
             raise CenterError(f"There is no center in {directory}. Start a run there first.")
         plan, path = found
-        try:
-            raw = map_memory(path, plan.nbytes)
-        except FileNotFoundError as error:
-            raise CenterError(
-                f"The center in {directory} is not in memory. Its last checkpoint is "
-                f"{checkpoint.newest(directory / CHECKPOINT_NAME) or 'missing'}."
-            ) from error
-        return cls(directory, plan, path, raw, open_locks(directory))
+        with contextlib.suppress(FileNotFoundError):
+            if belongs(path, directory):
+                raw = map_memory(path, plan.nbytes)
+                return cls(directory, plan, path, raw, open_locks(directory))
+        saved = checkpoint.newest(directory / CHECKPOINT_NAME)
+        if saved is None:
+            raise no_checkpoint(directory, path)
+        raise CenterError(
+            f"The center in {directory} is not in memory. Its last checkpoint is {saved}."
+        )
 
     def join(self, rank: int, rule: Rule, timeout: float | None = None) -> MemoryMember:
         """Become the worker of that rank."""
@@ -137,7 +152,7 @@ class SharedCenter(MemoryCenter):
     def check_current(self) -> None:
         """Refuse a center whose directory has other memory now, or none."""
         found = read_layout(self.directory)
-        if found is None or found[1] != self._path or not self._path.exists():
+        if found is None or found[1] != self._path or not belongs(self._path, self.directory):
             raise CenterError(f"The center in {self.directory} was retired; open it again.")
 
     def retire(self) -> None:
@@ -186,21 +201,14 @@ class SharedCenter(MemoryCenter):
             ) from error
 
     @classmethod
-    def _recover(cls, directory: Path, plan: Plan, locks: RecordLocks) -> SharedCenter:
+    def _recover(cls, directory: Path, plan: Plan, path: Path, locks: RecordLocks) -> SharedCenter:
         saved = checkpoint.newest(directory / CHECKPOINT_NAME)
         if saved is None:
-            raise CenterError(
-                f"The memory of the center in {directory} is gone (was the machine restarted?) and "
-                "there is no checkpoint. Remove the directory, or start in a new one."
-            )
+            raise no_checkpoint(directory, path)
         with cls._new(directory, plan, locks) as center:
-            if center.members():
-                raise CenterError(
-                    f"The center in {directory} has members but its memory is not on this machine "
-                    f"({socket.gethostname()}). A shared center is for one machine."
-                )
             center.restore(saved)
-        _log.warning("The center's memory was gone; going on from %s.", saved)
+        why = f"{directory} is a copy" if path.exists() else "The center's memory was gone"
+        _log.warning("%s; going on from %s, version %d.", why, saved, center.version)
         return center
 
     def _say_whose_values(self, values: Mapping[str, Any]) -> None:
@@ -211,6 +219,17 @@ class SharedCenter(MemoryCenter):
                 self.directory,
                 self.version,
             )
+
+
+def _check_unused(directory: Path, plan: Plan, locks: RecordLocks) -> None:
+    """Refuse to make other memory for a center while somebody uses what it had."""
+    ranks = [rank for rank in range(plan.workers) if locks.held(RANK + rank)]
+    if ranks or in_use(directory):
+        raise CenterError(
+            f"The center in {directory} has members but its memory is not on this machine "
+            f"({socket.gethostname()}): it was removed, or they are on another one, and a shared "
+            "center is for one machine. End the run, then start it again."
+        )
 
 
 def write_private(path: Path, text: str | bytes) -> None:
