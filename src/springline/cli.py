@@ -159,11 +159,11 @@ def run(
         say(f"The last lines of {failed.name} ({_short(failed.log)}):")
         for line in failed.last_lines():
             say(f"  {line}")
-    if launcher.center is None and status and not launcher.ps:
-        say(f"No center was made yet, so nothing is saved. The output is in {place}/logs.")
-        raise typer.Exit(status)
-    if launcher.center is None and not launcher.ps:
-        say(f"No center was made: does {script} use springline? Its output is in {place}/logs.")
+    if launcher.center is None and not launcher.ps and not launcher.lost:
+        if status:
+            say(f"No center was made yet, so nothing is saved. The output is in {place}/logs.")
+        else:
+            say(f"No center was made: does {script} use springline? Its output is in {place}/logs.")
         raise typer.Exit(status)
     report = launcher.directory / REPORT
     if report.exists() and not status:

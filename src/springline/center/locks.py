@@ -22,7 +22,7 @@ from springline.center.errors import CenterError
 if sys.platform != "win32":  # `SharedCenter` says so before it gets here
     import fcntl
 
-CREATE, ROUND, CHECKPOINT = 0, 1, 2
+CREATE, ROUND, CHECKPOINT, KEEPER = 0, 1, 2, 3
 SHARD, RANK = 1 << 20, 1 << 30
 
 
@@ -54,7 +54,7 @@ class Locks(ABC):
 
     def held(self, number: int) -> bool:
         """Whether anybody, this process included, holds a lock. Never takes it."""
-        return number in self._ours or self._held_elsewhere(number)
+        return number in self._ours or self.held_elsewhere(number)
 
     def _acquire(self, number: int, block: bool) -> bool:
         thread = self._threads.get(number) or self._threads.setdefault(number, threading.Lock())
@@ -78,7 +78,8 @@ class Locks(ABC):
     def _give_back(self, number: int) -> None: ...
 
     @abstractmethod
-    def _held_elsewhere(self, number: int) -> bool: ...
+    def held_elsewhere(self, number: int) -> bool:
+        """Whether another process holds a lock."""
 
 
 class ThreadLocks(Locks):
@@ -90,7 +91,8 @@ class ThreadLocks(Locks):
     def _give_back(self, number: int) -> None:
         """Nobody else knows of it."""
 
-    def _held_elsewhere(self, number: int) -> bool:
+    def held_elsewhere(self, number: int) -> bool:
+        """Nobody else knows of it."""
         return False
 
 
@@ -160,7 +162,8 @@ class RecordLocks(Locks):
     def _give_back(self, number: int) -> None:
         fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, number)
 
-    def _held_elsewhere(self, number: int) -> bool:
+    def held_elsewhere(self, number: int) -> bool:
+        """Whether another process holds a lock."""
         question = self._FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0)
         answer = fcntl.fcntl(self._fd, fcntl.F_GETLK, question)
         return bool(self._FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)

@@ -7,7 +7,8 @@
 
 The mapped file outlives every process. Should it be lost all the same (the machine restarted), or
 be that of another directory (this one is a copy), whoever joins next goes on from the last
-checkpoint.
+checkpoint. A launcher keeps its run's center: nobody else makes other memory for it meanwhile, and
+what is removed of it can be put back.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from springline.center.directory import (
 )
 from springline.center.errors import CenterError
 from springline.center.layout import Bytes, Layout
-from springline.center.locks import CREATE, RANK, RecordLocks
+from springline.center.locks import CREATE, KEEPER, RANK, RecordLocks
 from springline.center.member import MemoryMember
 from springline.center.memory import MemoryCenter
 from springline.center.place import (
@@ -66,6 +67,7 @@ class SharedCenter(MemoryCenter):
         self.directory = directory
         self._path = path
         self._record_locks = locks
+        self._kept = False
 
     @classmethod
     def create_or_join(
@@ -151,21 +153,55 @@ class SharedCenter(MemoryCenter):
 
     def check_current(self) -> None:
         """Refuse a center whose directory has other memory now, or none."""
+        if self._kept:
+            return
         found = read_layout(self.directory)
         if found is None or found[1] != self._path or not belongs(self._path, self.directory):
             raise CenterError(f"The center in {self.directory} was retired; open it again.")
 
+    def keep(self) -> None:
+        """Keep the center until it is closed: nobody makes other memory for it, or frees it."""
+        with self.locks.hold(CREATE):
+            self.check_current()
+            self._kept = self.locks.take(KEEPER)
+
+    def put_back(self) -> str | None:
+        """Put back what the directory has lost of a center that we keep.
+
+        Returns:
+            What was lost, in words.
+
+        Raises:
+            CenterError: the directory has another center, with memory of its own.
+        """
+        layout = self.directory / LAYOUT_NAME
+        try:
+            found = read_layout(self.directory)
+        except CenterError:
+            found, lost = None, f"{layout} was damaged"
+        else:
+            lost = f"{layout} was removed"
+        if found and found[1] == self._path:
+            return None if self._path.exists() else f"{self._path} was removed"
+        if found and belongs(found[1], self.directory):
+            raise CenterError(f"Another center was made in {self.directory}.")
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._publish()
+        return f"{layout} was replaced by another center's" if found else lost
+
     def retire(self) -> None:
         """Save a checkpoint and free the memory, as soon as no process maps it any more.
 
-        Whoever creates or joins a center in the directory next goes on from the checkpoint.
+        Whoever creates or joins a center in the directory next goes on from the checkpoint. The
+        memory of a center that a launcher keeps is freed by the launcher, when the run ends.
         """
         self.check_process()
         with self.locks.hold(CREATE):
             if self.members():
                 raise CenterError(f"Workers are still members: ranks {self.members()}.")
             self.save()
-            free(self._path, self.directory)
+            if not self.locks.held_elsewhere(KEEPER):
+                free(self._path, self.directory)
         self.close()
 
     def close(self) -> None:
@@ -173,6 +209,8 @@ class SharedCenter(MemoryCenter):
         if not self._closed and os.getpid() == self._process:
             self._closed = True
             super().close()
+            if self._kept:
+                self.locks.release(KEEPER)
             self._record_locks.close()
 
     @classmethod
@@ -224,7 +262,7 @@ class SharedCenter(MemoryCenter):
 def _check_unused(directory: Path, plan: Plan, locks: RecordLocks) -> None:
     """Refuse to make other memory for a center while somebody uses what it had."""
     ranks = [rank for rank in range(plan.workers) if locks.held(RANK + rank)]
-    if ranks or in_use(directory):
+    if ranks or locks.held(KEEPER) or in_use(directory):
         raise CenterError(
             f"The center in {directory} has members but its memory is not on this machine "
             f"({socket.gethostname()}): it was removed, or they are on another one, and a shared "

@@ -32,10 +32,18 @@ if TYPE_CHECKING:
     Kept = SharedCenter | RayCenter
 
 FINAL = "center.safetensors"
+_LOOK = 0.2  # seconds between two looks whether there is a center
+
+
+class LostError(CenterError):
+    """The center was lost during the run; the sentence says what is left."""
 
 
 class Keeper:
     """Saves the center every so often, in a thread of its own.
+
+    It keeps the center open from when it first sees it: whatever is removed of the files, it has
+    what the workers have, and saves that.
 
     A worker that is stopped in the middle of an exchange keeps its shard's lock for as long, and
     a checkpoint waits for that lock: whoever watches the workers must not wait with it.
@@ -43,13 +51,17 @@ class Keeper:
     Args:
         directory: the run's.
         every: seconds from one checkpoint to the next.
-        say: told of a checkpoint that failed.
+        say: told of a checkpoint that failed, and of files that were lost.
     """
 
     def __init__(self, directory: Path, every: float, say: Callable[[str], None]) -> None:
         self._directory = directory
         self.saved = _modified(self._checkpoint)  # when, in seconds since the epoch
         self.version: int | None = None  # of the center that was kept for good
+        self._center: Kept | None = None
+        self._made = _modified(self._layout)  # when, by an earlier launch
+        self._damage = ""  # what was, in words
+        self._bare = False  # whether all was, also what is written beside the center
         self._every = every
         self._say = say
         self._stop = threading.Event()
@@ -73,32 +85,83 @@ class Keeper:
             Where the center is now; None if there was none.
 
         Raises:
+            LostError: it is lost, or a part of it.
             CenterError: it could not be written. It is still in memory then.
         """
         self._stop.set()
         self._thread.join()
-        center = self._open()
+        center = self._center or self._open()
         if center is None:
             return self._left()
         with center:
             self.version = center.version
-            final = self._write(with_extras(self._directory / CENTER, center.values()))
-            self._retire(center)
-        self.saved = time.time()
+            try:
+                self._mend(center)
+                final = self._write(with_extras(self._directory / CENTER, center.values()))
+                self._retire(center)
+            except (CenterError, OSError) as error:
+                if isinstance(error, LostError) or not self._damage:
+                    raise
+                left = self._describe_left(center.version)
+                raise LostError(f"The center could not be saved: {error} {left}") from error
+            self.saved = time.time()
+            if self._bare:
+                raise LostError(
+                    f"The center, version {center.version}, is in {final}. Not in it is what the "
+                    f"model has beside the center (tied names, frozen and integer tensors), if "
+                    f"anything: that was in {self._directory / CENTER}."
+                )
         return final
 
     def _left(self) -> Path | None:
-        """Return what is left where there is no center any more.
+        """Return what is left where there is no center any more."""
+        final, saved = self._directory / FINAL, newest(self._checkpoint)
+        made = _modified(self._layout)
+        if made == self._made:  # in an earlier launch, if at all
+            left = final if final.exists() else saved
+            if left:
+                self._say("No worker has joined the center in this launch: it is as it was.")
+            return left
+        if made and saved and saved.stat().st_mtime >= made:  # the script has retired it
+            return self._write(with_extras(self._directory / CENTER, _read(saved, "center/")))
+        raise LostError(
+            f"The center was lost during the run, before the launcher had opened it. "
+            f"{self._describe_left()}"
+        )
 
-        No worker has come so far in this launch; in one before it, one may have.
-        """
-        final = self._directory / FINAL
-        return final if final.exists() else newest(self._checkpoint)
+    def _describe_left(self, version: int | None = None) -> str:
+        saved = newest(self._checkpoint)
+        if saved is None:
+            return "Nothing is left of it: there is no checkpoint."
+        found = describe(saved).version
+        older = "" if version is None else f", {version - found} exchanges older"
+        return f"What is left of it is {saved}, version {found}{older}."
+
+    def _mend(self, center: Kept) -> None:
+        """Put back what a center's directory has lost, and report it once."""
+        if not isinstance(center, SharedCenter):
+            return
+        bare = not center.directory.exists()
+        try:
+            lost = center.put_back()
+        except CenterError as error:  # another one is there
+            final = self._write(center.values())
+            self._damage = str(error)
+            raise LostError(
+                f"{error} The run's own, version {center.version}, is in {final}."
+            ) from error
+        if lost and not self._damage:
+            self._say(f"{lost} during the run. The launcher has the center still, and saves it.")
+        self._damage, self._bare = self._damage or lost or "", self._bare or bare
 
     def _write(self, tensors: Mapping[str, NDArray[Any]]) -> Path:
         final = self._directory / FINAL
         write_tensors(final, tensors)
         return final
+
+    @property
+    def _layout(self) -> Path:
+        return self._directory / CENTER / LAYOUT_NAME
 
     @property
     def _checkpoint(self) -> Path:
@@ -107,27 +170,30 @@ class Keeper:
     def _open(self) -> Kept | None:
         """Open the center; None if there is none."""
         try:
-            return SharedCenter.open(self._directory / CENTER)
+            center = SharedCenter.open(self._directory / CENTER)
         except (CenterError, OSError):  # not made yet, or freed this very moment
             return None
-
-    def _save(self, center: Kept) -> None:
-        """Write a checkpoint of the center."""
-        with center:
-            center.save(self._checkpoint)
+        try:
+            center.keep()
+        except (CenterError, OSError):
+            center.close()
+            return None
+        return center
 
     def _retire(self, center: Kept) -> None:
         """Save the center for the last time and free its memory."""
         center.retire()
 
     def _keep(self) -> None:
-        failed = False
-        while not self._stop.wait(self._every):
+        failed, due = False, time.monotonic() + self._every
+        while not self._stop.wait(min(_LOOK, self._every)):
             try:
-                center = self._open()
-                if center is None:
+                self._center = self._center or self._open()
+                if self._center is None or time.monotonic() < due:
                     continue
-                self._save(center)
+                due = time.monotonic() + self._every
+                self._mend(self._center)
+                self._center.save(self._checkpoint)
                 self.saved, failed = time.time(), False
             except (CenterError, OSError) as error:
                 if not failed and not self._stop.is_set():  # once, not every 30 seconds

@@ -15,6 +15,7 @@ from typing import Any
 from springline.center import CenterError
 from springline.launch.backend import choose_backend, connect
 from springline.launch.directory import RunDirectory
+from springline.launch.keeper import LostError
 from springline.launch.request import ClusterRequest, check_numbers, check_script
 from springline.launch.state import NAME, LaunchState
 from springline.launch.task import Task
@@ -85,6 +86,7 @@ class Launcher:
         self.center_name = self._backend.center_name
         self.resumable = self._backend.resumable
         self.center: Path | None = None  # where it is, at the end
+        self.lost = False  # whether there was a center that could not be kept whole
         self.failed: Task | None = None  # the one that ended the run
         self._state = LaunchState(
             str(script.absolute()),
@@ -262,8 +264,9 @@ class Launcher:
             self._heard.clear()
             self.center = self._backend.finish(lambda: bool(self._heard))
         except (CenterError, OSError) as error:
-            self._status = self._status or 1
-            self._tell(f"The center could not be saved: {error} {self._backend.rescue}")
+            self._status, self.lost = self._status or 1, True
+            could_not = f"The center could not be saved: {error} {self._backend.rescue}"
+            self._tell(str(error) if isinstance(error, LostError) else could_not)
 
     def _record(self) -> None:
         """Write `RUN/launch.json` if anything has changed."""
