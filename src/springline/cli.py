@@ -14,7 +14,7 @@ from rich.console import Console
 
 from springline.center import CenterError
 from springline.launch.directory import LaunchError, find_run, is_at_work
-from springline.launch.keeper import export as export_center
+from springline.launch.export import export as export_center
 from springline.launch.launcher import Launcher
 from springline.launch.request import ClusterRequest
 from springline.run import REPORT

@@ -12,7 +12,7 @@ from served import Service
 from springline import ElasticAverage, Worker
 from springline.center import CheckpointError, Layout
 from springline.center.served.storage import Storage
-from springline.launch.keeper import export
+from springline.launch.export import export
 
 TENSORS = {"center": np.arange(1000, dtype=np.uint8), "state": np.zeros(0, np.uint8)}
 

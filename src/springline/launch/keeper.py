@@ -19,12 +19,9 @@ from springline.center import CenterError, SharedCenter
 from springline.center.checkpoint import describe, newest, write_tensors
 from springline.center.directory import LAYOUT_NAME
 from springline.center.extras import with_extras
-from springline.center.served.center import read_stored
-from springline.center.served.founding import NAME as HEAD
 from springline.center.shared import CHECKPOINT_NAME
-from springline.launch.directory import CENTER, LaunchError, find_run
+from springline.launch.directory import CENTER, LaunchError
 from springline.launch.request import NO_STORAGE
-from springline.launch.state import LaunchState
 
 if TYPE_CHECKING:
     from springline.center.ray import RayCenter
@@ -123,7 +120,9 @@ class Keeper:
                 self._say("No worker has joined the center in this launch: it is as it was.")
             return left
         if made and saved and saved.stat().st_mtime >= made:  # the script has retired it
-            return self._write(with_extras(self._directory / CENTER, _read(saved, "center/")))
+            return self._write(
+                with_extras(self._directory / CENTER, read_tensors(saved, "center/"))
+            )
         raise LostError(
             f"The center was lost during the run, before the launcher had opened it. "
             f"{self._describe_left()}"
@@ -201,77 +200,6 @@ class Keeper:
                 failed = True
 
 
-def export(run: str | Path, path: Path, force: bool = False) -> str:
-    """Write a run's center to a file of its own, under the model's own names.
-
-    From memory while it is there, else from the newest checkpoint, else from the file that the
-    run left at its end.
-
-    Args:
-        run: its directory; or, of a run on a cluster, its place in a storage.
-        path: the file to write.
-        force: whether to replace a file that is there.
-
-    Returns:
-        Where the center was taken from.
-    """
-    if path.is_dir():
-        raise LaunchError(f"{path} is a directory. Give the name of a file.")
-    if path.exists() and not force:
-        raise LaunchError(f"{path} is there already. Give another name, or `--force`.")
-    if not path.absolute().parent.is_dir():
-        raise LaunchError(f"There is no directory {path.absolute().parent} to write to.")
-    if "://" in str(run) or any(Path(run).glob(f"{HEAD}.?.safetensors")):
-        tensors, source = _find_stored(str(run))
-    else:
-        tensors, source = _find_center(find_run(Path(run)))
-    write_tensors(path, tensors)
-    return source
-
-
-def _find_center(directory: Path) -> tuple[Mapping[str, NDArray[Any]], str]:
-    place = directory / CENTER
-    if (directory / LAYOUT_NAME).exists():  # a center that was made without a run
-        place = directory
-    try:
-        with SharedCenter.open(place) as center:
-            return with_extras(place, center.values()), f"version {center.version}, from memory"
-    except CenterError:
-        saved = newest(place / CHECKPOINT_NAME)
-    state, final = LaunchState.last(directory), directory / FINAL
-    if saved is not None:
-        written = time.strftime("%d %b %H:%M:%S", time.localtime(saved.stat().st_mtime))
-        source = f"version {describe(saved).version} of {written}, from {saved}"
-        return with_extras(place, _read(saved, "center/")), source
-    if state and state.cluster and state.center and not (state.ended and final.exists()):
-        storage = storage_of(state.cluster.get("storage"), directory, state.center)
-        if storage is None:
-            raise LaunchError(
-                f"The center of the run in {directory} is on its cluster only (`--storage none`): "
-                "it is written here when the run ends."
-            )
-        tensors, source = _find_stored(storage)
-        return with_extras(place, tensors), source
-    if final.exists():
-        return _read(final, ""), f"from {final}"
-    if state and state.ps:
-        raise LaunchError(
-            f"The center of the run in {directory} was on TensorFlow's parameter servers. What is "
-            "left of it is what the script has saved (`swapping_saver`)."
-        )
-    raise LaunchError(
-        f"The run in {directory} has no center yet: no worker has made one here. That of workers "
-        "that were started without a launcher on a cluster is in their SPRINGLINE_STORAGE: give "
-        "that instead."
-    )
-
-
-def _find_stored(storage: str) -> tuple[Mapping[str, NDArray[Any]], str]:
-    stored = read_stored(storage)
-    source = f"version {stored.version}, from the checkpoints of its shards in {storage}"
-    return stored.values, f"{source}; one that is still on its cluster may be newer"
-
-
 def storage_of(asked: str | None, directory: Path, name: str) -> str | None:
     """Return where the shards of a run's center keep checkpoints.
 
@@ -291,7 +219,8 @@ def _modified(path: Path) -> float | None:
     return path.stat().st_mtime if path.exists() else None
 
 
-def _read(path: Path, prefix: str) -> dict[str, NDArray[Any]]:
+def read_tensors(path: Path, prefix: str) -> dict[str, NDArray[Any]]:
+    """Read those tensors of a file whose names begin with a prefix, without it."""
     try:
         with safe_open(path, framework="np") as file:
             names = file.keys()  # the file itself cannot be iterated over
