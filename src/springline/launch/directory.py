@@ -13,6 +13,7 @@ from pathlib import Path
 
 from springline.center import CenterError, SharedCenter
 from springline.center.checkpoint import describe, newest
+from springline.center.directory import LAYOUT_NAME
 from springline.center.locks import RecordLocks
 from springline.center.shared import CHECKPOINT_NAME
 from springline.launch.state import NAME as STATE_NAME
@@ -77,16 +78,22 @@ class RunDirectory:
         self.release()
 
     def configured_workers(self) -> int | None:
-        """Return how many workers the run's center is for; None while there is no center."""
+        """Return how many workers the run's center is for; None while there is no center.
+
+        Raises:
+            LaunchError: there was one, and it can be had neither from memory nor from a checkpoint.
+        """
         place = self.path / CENTER
         try:
             with SharedCenter.open(place) as center:
                 return int(center.settings["workers"])
-        except CenterError:
+        except CenterError as error:
             told = CenterStatus.read(place)
             if told:
                 return int(told.plan["settings"]["workers"])
             saved = newest(place / CHECKPOINT_NAME)
+            if saved is None and (place / LAYOUT_NAME).exists():
+                raise LaunchError(str(error)) from error
             return int(describe(saved).settings["workers"]) if saved else None
 
     def _wait_for_the_last_workers(self) -> None:

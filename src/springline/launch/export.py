@@ -56,8 +56,8 @@ def _find_center(directory: Path) -> tuple[Mapping[str, NDArray[Any]], str]:
     try:
         with SharedCenter.open(place) as center:
             return with_extras(place, center.values()), f"version {center.version}, from memory"
-    except CenterError:
-        saved = newest(place / CHECKPOINT_NAME)
+    except CenterError as error:
+        saved, why = newest(place / CHECKPOINT_NAME), str(error)
     state, final = LaunchState.last(directory), directory / FINAL
     if saved is not None:
         written = time.strftime("%d %b %H:%M:%S", time.localtime(saved.stat().st_mtime))
@@ -79,6 +79,8 @@ def _find_center(directory: Path) -> tuple[Mapping[str, NDArray[Any]], str]:
             f"The center of the run in {directory} was on TensorFlow's parameter servers. What is "
             "left of it is what the script has saved (`swapping_saver`)."
         )
+    if (place / LAYOUT_NAME).exists():
+        raise LaunchError(why)
     raise LaunchError(
         f"The run in {directory} has no center yet: no worker has made one here. That of workers "
         "that were started without a launcher on a cluster is in their SPRINGLINE_STORAGE: give "

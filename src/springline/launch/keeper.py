@@ -65,7 +65,11 @@ class Keeper:
         self._thread = threading.Thread(target=self._keep, name="keeper", daemon=True)
 
     def start(self) -> None:
-        """Begin to save."""
+        """Begin to save; report which checkpoint a center that is not in memory goes on from."""
+        saved = newest(self._checkpoint) if self._layout.exists() else None
+        self._center = self._open() if saved else None
+        if saved and not self._center:
+            self._say(f"The center goes on from {saved}, version {describe(saved).version}.")
         self._thread.start()
 
     def end(self) -> None:
