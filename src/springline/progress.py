@@ -16,7 +16,7 @@ from springline.center.errors import CenterError
 from springline.center.shared import write_private
 from springline.center.waiting import wait_until
 from springline.disk import can_do_without
-from springline.run import REPORT, Run, ToLauncher
+from springline.run import REPORT, Run, ToLauncher, directory
 
 if TYPE_CHECKING:
     from springline.worker import Worker
@@ -99,9 +99,8 @@ def is_over() -> bool:
 def note_worker(worker: Any) -> None:
     """Take a worker for this process's own: its rank's steps are counted on from there."""
     _count.worker = weakref.ref(worker)
-    run = Run.from_environment()
-    if run.directory and not any(isinstance(h, ToLauncher) for h in _log.handlers):
-        _log.addHandler(ToLauncher(run))
+    if directory() and not any(isinstance(h, ToLauncher) for h in _log.handlers):
+        _log.addHandler(ToLauncher(logging.WARNING))
     if _count.start is None:
         _count.start = int(worker.start_step)
     _count.reports = None

@@ -223,24 +223,16 @@ def create_or_join(
 
 
 class ToLauncher(logging.Handler):
-    """Lets `springline run` print what a worker warns of, beside its own log.
-
-    Args:
-        run: the worker's.
-    """
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(logging.WARNING)
-        self._run = run
+    """Lets `springline run` print what a worker warns of, beside its own log."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Add a line to the worker's warnings."""
-        if self._run.directory is None:
-            return
+        run = Run.from_environment()
         with contextlib.suppress(OSError):  # a full disk costs no worker
-            folder = self._run.directory / WARNINGS
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _add_line(folder / f"rank-{self._run.rank}.txt", " ".join(record.getMessage().split()))
+            if run.directory:
+                folder = run.directory / WARNINGS
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                _add_line(folder / f"rank-{run.rank}.txt", " ".join(record.getMessage().split()))
         if not logging.getLogger().handlers and logging.lastResort:  # we are no other's substitute
             logging.lastResort.handle(record)
 
