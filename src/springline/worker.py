@@ -18,6 +18,7 @@ from springline.arrays import InPlace
 from springline.center.center import Center, Local
 from springline.center.layout import Bytes, Layout, aligned_zeros
 from springline.center.local import LocalCenter
+from springline.replicas import Replicas
 from springline.rules.rule import Rule
 
 Array = NDArray[Any]
@@ -129,6 +130,7 @@ class Worker:
             elif hasattr(self, "member"):
                 self.member.leave()
             raise
+        self._replicas = Replicas(self)
         run.note_center(self, given)
         progress.note_worker(self)
 
@@ -243,7 +245,10 @@ class Worker:
     def exchange_with(self, local: Local) -> None:
         """Exchange what `local` holds: the worker's own buffers or a snapshot of them."""
         start = time.perf_counter()
+        before = None if self._replicas.done else self._replicas.look(local.x)
         self.member.exchange(local)
+        if before is not None:
+            self._replicas.compare(before, self._replicas.look(local.x))
         self.exchanges += 1
         self.exchange_seconds += time.perf_counter() - start
 

@@ -24,7 +24,7 @@ from springline.torch.naming import (
 )
 from springline.torch.outer import first_state
 from springline.torch.overlap import Overlap
-from springline.torch.place import AnyCenter, place
+from springline.torch.place import AnyCenter, place, warn_of_replicas
 from springline.torch.reading import CenterReader
 from springline.torch.wrapper import Closure, State
 from springline.worker import MakeCenter, Worker
@@ -122,6 +122,7 @@ class CenterOptimizer(CenterReader):
 
     def _begin(self) -> bool:
         """Agree with the center before the first step; whether gradients that are there count."""
+        warn_of_replicas(self.binding.parameters.values())
         self.binding.gather()
         kept = self.worker.begin()
         self.binding.scatter()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from springline.center import Center
 from springline.center.collective import Collective
@@ -45,6 +49,21 @@ def place(center: AnyCenter, run: Run) -> tuple[Run, Center | MakeCenter | str |
             "`torch.distributed.init_process_group()` before the optimizer is made."
         )
     return run, run.center_directory if center is None else center
+
+
+def warn_of_replicas(parameters: Iterable[Tensor]) -> None:
+    """Warn of parameters that DistributedDataParallel keeps the same on all ranks."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    # By type: to ask an object for its class may call code of its own.
+    modules = [m for m in gc.get_objects() if issubclass(type(m), DistributedDataParallel)]
+    ours = {id(p) for p in parameters}
+    if any(id(p) in ours for module in modules for p in module.parameters()):
+        _log.warning(
+            "The model is in DistributedDataParallel, which gives all ranks the same gradients: an "
+            "exchange between them brings nothing. Use one of the two. A trainer that wraps the "
+            "model under `torchrun` does not under `springline run`."
+        )
 
 
 def _across_machines() -> bool:

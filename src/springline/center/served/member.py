@@ -101,6 +101,8 @@ class ServedMember(Member):
         """Give a new center this worker's values: to all shards, under a lease of the head's."""
         if self._was_sealed:
             return 0
+        if changed:
+            check_finite(self.center.layout, self.center.layout.views(x))
         lease = 0
         answer: tuple[str, int] = "wait", self.rank
 
@@ -115,7 +117,6 @@ class ServedMember(Member):
             wait_until(answered, lambda: [answer[1]], self.timeout, "the center's first values")
             if answer[0] != "send":
                 return None if answer[0] == "done" else answer[1]
-            check_finite(self.center.layout, self.center.layout.views(x))
             lease = answer[1]
             parts = [x[slice(*span(runs))] for runs in self.center.parts]
             calls = [self.ask(k, "seal", lease, part) for k, part in enumerate(parts)]

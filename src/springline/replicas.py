@@ -1,0 +1,63 @@
+"""Workers that are copies of each other: they cost as much as many, and learn as one."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from springline.center.layout import Bytes
+
+if TYPE_CHECKING:
+    from springline.worker import Worker
+
+_ROUNDS = 3  # in which workers are the same before we say so
+_ENTRIES, _VALUES = 64, 16  # parameters that are looked at, and values of each
+_log = logging.getLogger("springline")
+
+
+class Replicas:
+    """Notices that all workers hold the same parameters in every round.
+
+    The mean of different workers is none of them; that of copies is each of them. A few values of
+    many parameters tell: those that have moved since the last round.
+
+    Args:
+        worker: whose rounds they are.
+
+    Attributes:
+        done: whether there is nothing to notice any more.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        entries = [e for e in worker.layout.entries if e.kind == "parameter"]
+        self._entries = entries[:_ENTRIES]
+        self._last: NDArray[Any] | None = None  # what it had after the last round
+        self._same = 0
+        self.done = not worker.rule.synchronous or worker.rule.workers < 2
+
+    def look(self, x: Bytes) -> NDArray[Any]:
+        """Return a few values of many parameters."""
+        flat = [entry.view(x).reshape(-1) for entry in self._entries]
+        few = [values[:: max(1, len(values) // _VALUES)].astype(float) for values in flat]
+        return np.concatenate([np.zeros(0), *few])
+
+    def compare(self, before: NDArray[Any], after: NDArray[Any]) -> None:
+        """Compare what the worker had before a round with what it has now."""
+        last, self._last = self._last, after
+        moved = before != (before if last is None else last)
+        if not moved.any() or len(self._worker.center.members()) < 2:
+            return  # it has trained nothing, or is the only one
+        same = np.allclose(before[moved], after[moved], rtol=1e-6, atol=0.0)
+        self._same = self._same + 1 if same else 0
+        self.done = not same or self._same == _ROUNDS
+        if self._same == _ROUNDS:
+            _log.warning(
+                "Rank %d: all workers hold the same parameters in every round, so that they learn "
+                "no more than one. Does each see data of its own (`springline.rank()`), and has "
+                "nothing else wrapped the model, as DistributedDataParallel does?",
+                self._worker.rank,
+            )

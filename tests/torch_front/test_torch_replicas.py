@@ -1,0 +1,36 @@
+"""Workers that are copies of each other are noticed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("torch_replicas.py")
+SAME = "all workers hold the same parameters in every round"
+WRAPPED = "The model is in DistributedDataParallel"
+
+
+@pytest.mark.parametrize(
+    ("how", "said", "not_said"),
+    [
+        ("ddp", WRAPPED, "Traceback"),
+        ("same", SAME, WRAPPED),
+        ("own", "trained", SAME),
+    ],
+)
+def test_two_ranks_under_torchrun(tmp_path, how, said, not_said):
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    ran = subprocess.run(
+        [sys.executable, *words, str(SCRIPT), how],
+        cwd=tmp_path,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    output = ran.stdout + ran.stderr
+    assert output.count(said) == 2  # once per rank
+    assert not_said not in output
