@@ -66,10 +66,11 @@ class Keeper:
 
     def start(self) -> None:
         """Begin to save; report which checkpoint a center that is not in memory goes on from."""
-        saved = newest(self._checkpoint) if self._layout.exists() else None
-        self._center = self._open() if saved else None
-        if saved and not self._center:
-            self._say(f"The center goes on from {saved}, version {describe(saved).version}.")
+        if self._layout.exists():
+            self._center = self._open()
+            saved = None if self._center else newest(self._checkpoint)
+            if saved:
+                self._say(f"The center goes on from {saved}, version {describe(saved).version}.")
         self._thread.start()
 
     def end(self) -> None:
