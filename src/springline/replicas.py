@@ -49,12 +49,15 @@ class Replicas:
         """Compare what the worker had before a round with what it has now."""
         last, self._last = self._last, after
         moved = before != (before if last is None else last)
-        if not moved.any() or len(self._worker.center.members()) < 2:
-            return  # it has trained nothing, or is the only one
-        same = np.allclose(before[moved], after[moved], rtol=1e-6, atol=0.0)
-        self._same = self._same + 1 if same else 0
-        self.done = not same or self._same == _ROUNDS
-        if self._same == _ROUNDS:
+        if not moved.any():
+            return  # it has trained nothing
+        self.done = not np.allclose(before[moved], after[moved], rtol=1e-6, atol=0.0)
+        self._same += 1
+        if self.done or self._same < _ROUNDS:
+            return
+        self._same = 0
+        if len(self._worker.center.members()) > 1:  # else it is the only one
+            self.done = True
             _log.warning(
                 "Rank %d: all workers hold the same parameters in every round, so that they learn "
                 "no more than one. Does each see data of its own (`springline.rank()`), and has "

@@ -66,7 +66,7 @@ def test_of_a_message_that_is_not_finite_no_shard_gets_a_part(serve):
     rule = AGN(period=1, optimizer=SGD(1.0))
     service = serve(rule, VALUES | {"last": np.zeros(SIZE, np.float32)})
     one = worker(service, rule)
-    one.observe({"w": np.float32(1), "last": np.full(SIZE, np.nan, np.float32)})
+    one.observe({"w": np.ones(SIZE, np.float32), "last": np.full(SIZE, np.nan, np.float32)})
     with pytest.raises(NonFiniteError, match="'last' of rank 0 has NaN or Inf"):
         one.exchange()
     assert [peer.target.rows()[0][0].exchanges for peer in service.shards] == [0, 0]

@@ -54,7 +54,8 @@ def test_sums_of_integers_stay_exact(serve, together):
 
     def train(one):
         for k in range(EXCHANGES):
-            one.observe(dict.fromkeys(VALUES, np.float32(-(one.rank + 1) * (k + 1))))
+            g = np.float32(-(one.rank + 1) * (k + 1))
+            one.observe({name: np.full_like(value, g) for name, value in VALUES.items()})
             one.step()
 
     together(*[lambda w=w: train(w) for w in workers])

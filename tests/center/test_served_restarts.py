@@ -46,7 +46,7 @@ def test_a_head_that_is_started_again_knows_how_far_everybody_had_come(serve, tm
     workers = [worker(service, rule, rank) for rank in range(2)]
     for one in workers:
         for _ in range(4):
-            one.observe(dict.fromkeys(VALUES, np.float32(1)))
+            one.observe({name: np.ones_like(value) for name, value in VALUES.items()})
             one.step()
     workers[1].member.leave()
     service.head.target = service.new_head()
@@ -94,7 +94,7 @@ def test_a_head_that_has_forgotten_the_center_says_so(serve):
     rule = AGN(workers=2, period=1, optimizer=SGD(1.0))
     service = serve(rule)
     one = worker(service, rule, 0)
-    one.observe(dict.fromkeys(VALUES, np.float32(1)))
+    one.observe({name: np.ones_like(value) for name, value in VALUES.items()})
     one.exchange()
     service.head.target = service.new_head()  # without a storage
     with pytest.raises(CenterError, match="has nothing written down to go on from"):

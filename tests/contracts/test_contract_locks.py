@@ -151,7 +151,8 @@ def add_often(pipe, kind, path, rank):
     pipe.send("ready")
     pipe.recv()
     for k in range(ADDITIONS):
-        worker.observe(dict.fromkeys(LARGE, np.float32(-(k % 3) - rank)))
+        g = np.float32(-(k % 3) - rank)
+        worker.observe({name: np.full_like(value, g) for name, value in LARGE.items()})
         worker.step()
     pipe.send("done")
 

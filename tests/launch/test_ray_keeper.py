@@ -186,7 +186,7 @@ class Silent(contextlib.nullcontext):
         raise RayError("nobody is there")
 
     values = nobody
-    head = property(nobody)
+    head = version = property(nobody)
 
 
 def test_a_cluster_that_does_not_answer_ends_no_keeper(tmp_path, monkeypatch):

@@ -8,7 +8,8 @@ from springline.cluster import Cluster
 from springline.launch.directory import LaunchError
 from springline.launch.request import ClusterRequest
 from springline.launch.state import CenterStatus
-from springline.run import Run, report
+from springline.progress import report
+from springline.run import Run
 
 
 def test_what_was_not_said_is_as_in_the_last_launch(tmp_path):

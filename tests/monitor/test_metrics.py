@@ -137,4 +137,4 @@ def test_a_life_begins_once_however_often_steps_are_counted(tmp_path, monkeypatc
     assert list(springline.steps(2)) == list(springline.steps(2)) == [0, 1]
     assert list(springline.steps(3)) == [0, 1, 2]
     assert read_metrics(tmp_path)[0].step.tolist() == [0]
-    assert (tmp_path / "total").read_text() == "3\n"
+    assert (tmp_path / "total").read_text() == "7\n"

@@ -21,7 +21,7 @@ WRAPPED = "The model is in DistributedDataParallel"
     ],
 )
 def test_two_ranks_under_torchrun(tmp_path, how, said, not_said):
-    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     ran = subprocess.run(
         [sys.executable, *words, str(SCRIPT), how],
         cwd=tmp_path,

@@ -1,4 +1,4 @@
-"""A training script for `torchrun`: with DDP, with the same data on all ranks, or as it should be."""
+"""A training script for `torchrun`: with DDP, the same data on all ranks, or as it should be."""
 
 import sys
 

@@ -32,7 +32,8 @@ INNERS = {
 
 def wrap(rule, inner, period=3, **options):
     """The optimizer of a rule around an inner one; elastic averaging pulls, alone, too."""
-    if rule == "elastic" and os.environ.get("SPRINGLINE_WORKERS", "1") == "1":
+    one = os.environ.get("SPRINGLINE_WORKERS", os.environ.get("WORLD_SIZE", "1")) == "1"
+    if rule == "elastic" and one and "center" not in options:
         options.setdefault("moving_rate", 0.9)
     kind, argument = OPTIMIZERS[rule]
     return kind(inner, **{argument: period}, **options)

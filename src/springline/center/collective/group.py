@@ -88,19 +88,19 @@ class Group:
         options.rootRank = 0
         self._call("the start", lambda: [self._group.broadcast([tensor], options)])
 
-    def gather(self, text: str) -> list[str]:
-        """Return the text of every rank."""
+    def gather(self, text: str, what: str = "all workers to start") -> list[str]:
+        """Return the text of every rank, which wait for `what` meanwhile."""
         raw = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         lengths = torch.zeros(self.size, dtype=torch.int64)
         lengths[self.rank] = len(raw)
         lengths = lengths.to(self.device)
-        self._call("all workers to start", lambda: [self._group.allreduce([lengths])])
+        self._call(what, lambda: [self._group.allreduce([lengths])])
         sizes = [int(n) for n in lengths]
         mine = torch.zeros(max(sizes), dtype=torch.uint8)
         mine[: len(raw)] = raw
         mine = mine.to(self.device)
         rows = [torch.empty_like(mine) for _ in sizes]
-        self._call("all workers to start", lambda: [self._group.allgather([rows], [mine])])
+        self._call(what, lambda: [self._group.allgather([rows], [mine])])
         return [r[:n].cpu().numpy().tobytes().decode() for r, n in zip(rows, sizes, strict=True)]
 
     def part(self) -> None:

@@ -99,8 +99,8 @@ class CollectiveMember(Member):
         """
         center, rank = self.center, self.rank
         if not center.sealed:
-            said = [json.loads(text) for text in center.group.gather(json.dumps([mark, changed]))]
-            first, loaded = said[0]
+            said = center.group.gather(json.dumps([mark, changed]), "the first step")
+            first, loaded = json.loads(said[0])
             if loaded:
                 center.take_values(x if rank == 0 else None)
             center.sealed = first or 1
