@@ -6,6 +6,8 @@ export OMP_NUM_THREADS ?= 1
 export OPENBLAS_NUM_THREADS ?= 1
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
+PARALLEL ?= -n 2 --dist loadfile  # a process of tests per core, a file stays in one
+
 .PHONY: help setup demo demo-digits demo-gpt test test-all lint format bench clean
 
 help:  ## this list
@@ -27,10 +29,10 @@ demo-gpt: setup  ## two workers train a small GPT on Tiny Shakespeare: live scre
 	$(BIN)/springline run examples/shakespeare.py
 
 test: lint  ## all tests but the slow ones
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q $(PARALLEL)
 
 test-all: lint  ## all tests
-	$(BIN)/python -m pytest -q -m ''
+	$(BIN)/python -m pytest -q $(PARALLEL) -m ''
 
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check .
