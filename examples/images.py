@@ -90,13 +90,14 @@ def main() -> None:
         if step % EVALUATE_EVERY == 0 and springline.rank() == 0:
             with opt.center_weights():
                 springline.log(center_accuracy=accuracy(model, *test))
-    opt.finish()
-
+    if not opt.final():
+        return
     own = accuracy(model, *test)
     with opt.center_weights():
         center = accuracy(model, *test)
     springline.log(center_accuracy=center)
-    print(f"Accuracy of worker {springline.rank()}: {own:.2%}, of the center: {center:.2%}")
+    who = f"worker {springline.rank()}"
+    springline.report(f"Accuracy of {who}: {own:.2%}, of the center: {center:.2%}")
 
 
 if __name__ == "__main__":

@@ -54,13 +54,14 @@ def main() -> None:
         loss.backward()
         opt.step()
         springline.log(loss=loss.item())
-    opt.finish()
-
+    if not opt.final():
+        return
     images, labels = tensors(data.test_images, data.test_labels, dtype)
     with opt.center_weights(), torch.no_grad(), mixed:
         scores = model(images)
     right = (scores.argmax(1) == labels).float().mean().item()
-    print(f"Parameters in {dtype}, computed in {scores.dtype}, accuracy of the center {right:.2%}")
+    what = f"Parameters in {dtype}, computed in {scores.dtype}"
+    springline.report(f"{what}, accuracy of the center {right:.2%}")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def train_before(data: Digits, steps: int) -> float:
     return evaluate(model, data)
 
 
-def train_after(data: Digits, steps: int) -> float:
+def train_after(data: Digits, steps: int) -> float | None:
     model = network()
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
     opt = ModelAverageOptimizer(inner, model=model, interval_steps=10)
@@ -43,7 +43,8 @@ def train_after(data: Digits, steps: int) -> float:
         loss.backward()
         opt.step()
         springline.log(loss=loss.item())
-    opt.finish()
+    if not opt.final():  # it waits for all workers, and is true on one of them
+        return None
     with opt.center_weights():
         return evaluate(model, data)
 
@@ -82,7 +83,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500, help="of each worker")
     args = parser.parse_args()
     train = train_before if args.plain else train_after
-    print(f"Loss on the test images: {train(mnist(), args.steps)!r}")
+    loss = train(mnist(), args.steps)
+    if loss is not None:
+        springline.report(f"Loss on the test images: {loss!r}")
 
 
 if __name__ == "__main__":

@@ -74,11 +74,9 @@ def main() -> None:
         opt.step()
         if step % 10 == 0:
             springline.log(loss=loss.item())
-    opt.finish()
-
-    with opt.center_weights():
-        loss_of_center = evaluate(model, data)
-    print(f"Worker {springline.rank()} is done, test loss of the center {loss_of_center}")
+    if opt.final():
+        with opt.center_weights():
+            springline.report(f"Test loss of the center: {evaluate(model, data)}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +28,6 @@ EVALUATE_EVERY = 50  # steps
 PART = 18  # one window in so many of the held-out text, for the curve of val_loss
 WARM_UP = 0.05  # of all steps
 SAMPLE = 400  # characters to write at the end
-PATIENCE = 60.0  # seconds without an exchange after which other workers are not waited for
 
 
 class Block(nn.Module):
@@ -124,7 +122,6 @@ def train(
         if step % EVALUATE_EVERY == 0 and springline.rank() == 0:
             with opt.center_weights():
                 springline.log(val_loss=evaluate(model, held_out[::PART]))
-    opt.finish()
 
 
 @torch.no_grad()
@@ -142,18 +139,6 @@ def sample(model: GPT, characters: str, seed: int) -> str:
         guess = model(text[:, -model.context :])[:, -1] / 0.8  # a little surer than it is
         text = torch.cat([text, torch.multinomial(guess.softmax(-1), 1, generator=random)], 1)
     return "".join(characters[i] for i in text[0]).strip()
-
-
-def wait_for_others(opt: CenterOptimizer, steps: int) -> None:
-    """Wait until every worker has made its steps, but not for ever for one that is gone."""
-    center, version, since = opt.worker.center, -1, 0.0
-    while any(rank.steps < steps for rank in center.progress()) and not springline.stopping():
-        if center.version != version:
-            version, since = center.version, time.monotonic()
-        elif time.monotonic() - since > PATIENCE:
-            print("Some workers have not finished; this is the center without them.")
-            return
-        time.sleep(0.1)
 
 
 def report(model: GPT, opt: CenterOptimizer, held_out: Tensor, characters: str, seed: int) -> str:
@@ -219,8 +204,7 @@ def main() -> None:
     adamw = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.99), weight_decay=0.1)
     opt = wrap(adamw, model, args)
     train(model, opt, codes[:-tenth], held_out, args)
-    if springline.rank() == 0:
-        wait_for_others(opt, args.steps)
+    if opt.final():
         springline.report(report(model, opt, held_out, characters, args.seed))
 
 

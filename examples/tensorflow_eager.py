@@ -54,10 +54,9 @@ def main() -> None:
     for _ in springline.steps(args.steps):
         rows = random.choice(own, 32)
         springline.log(loss=float(train(images[rows], labels[rows])))
-    opt.finish()  # a last exchange
-    if rank == 0:
+    if opt.final():  # after a last exchange, when all others have finished
         path = (springline.directory() or Path(tempfile.mkdtemp())) / "evaluated.safetensors"
-        opt.save_center(path)  # as it is now: others may still be training
+        opt.save_center(path)
         center = load_file(path)
         for v in model.trainable_variables:
             v.assign(center[v.path])

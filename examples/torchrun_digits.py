@@ -48,11 +48,10 @@ def train(rule: str, steps: int) -> None:
         loss.backward()
         opt.step()
         springline.log(loss=loss.item())
-    opt.finish()  # returns when all ranks have finished
-    with opt.center_weights(), torch.no_grad():
-        right = model(images[:TESTS]).argmax(1) == labels[:TESTS]
-    if rank == 0:
-        print(f"Accuracy of the center under {rule}: {100 * right.float().mean():.1f}%")
+    if opt.final():
+        with opt.center_weights(), torch.no_grad():
+            right = model(images[:TESTS]).argmax(1) == labels[:TESTS]
+        springline.report(f"Accuracy of the center under {rule}: {right.float().mean():.1%}")
     dist.destroy_process_group()
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from springline.center.center import Center
 from springline.center.layout import Bytes
-
-if TYPE_CHECKING:
-    from springline.worker import Worker
+from springline.rules.rule import Rule
 
 _ROUNDS = 3  # in which workers are the same before we say so
 _ENTRIES, _VALUES = 64, 16  # parameters that are looked at, and values of each
@@ -25,19 +24,22 @@ class Replicas:
     many parameters tell: those that have moved since the last round.
 
     Args:
-        worker: whose rounds they are.
+        center: where the rounds are.
+        rule: of the worker.
+        rank: of the worker.
 
     Attributes:
         done: whether there is nothing to notice any more.
     """
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-        entries = [e for e in worker.layout.entries if e.kind == "parameter"]
+    def __init__(self, center: Center, rule: Rule, rank: int) -> None:
+        self._center = center
+        self._rank = rank
+        entries = [e for e in center.layout.entries if e.kind == "parameter"]
         self._entries = entries[:_ENTRIES]
         self._last: NDArray[Any] | None = None  # what it had after the last round
         self._same = 0
-        self.done = not worker.rule.synchronous or worker.rule.workers < 2
+        self.done = not rule.synchronous or rule.workers < 2
 
     def look(self, x: Bytes) -> NDArray[Any]:
         """Return a few values of many parameters."""
@@ -56,11 +58,11 @@ class Replicas:
         if self.done or self._same < _ROUNDS:
             return
         self._same = 0
-        if len(self._worker.center.members()) > 1:  # else it is the only one
+        if len(self._center.members()) > 1:  # else it is the only one
             self.done = True
             _log.warning(
                 "Rank %d: all workers hold the same parameters in every round, so that they learn "
                 "no more than one. Does each see data of its own (`springline.rank()`), and has "
                 "nothing else wrapped the model, as DistributedDataParallel does?",
-                self._worker.rank,
+                self._rank,
             )

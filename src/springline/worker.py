@@ -130,7 +130,7 @@ class Worker:
             elif hasattr(self, "member"):
                 self.member.leave()
             raise
-        self._replicas = Replicas(self)
+        self._replicas = Replicas(center, rule, self.rank)
         run.note_center(self, given)
         progress.note_worker(self)
 

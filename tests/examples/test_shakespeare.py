@@ -117,20 +117,6 @@ def test_a_moving_rate_belongs_to_elastic_averaging(examples, monkeypatch, capsy
     assert "--moving-rate is for --rule elastic" in capsys.readouterr().err
 
 
-def test_rank_0_does_not_wait_for_ever(examples, monkeypatch, capsys):
-    import shakespeare
-
-    from springline.torch import ModelAverageOptimizer
-
-    monkeypatch.setattr(shakespeare, "PATIENCE", 0.2)
-    model = torch.nn.Linear(1, 1)
-    opt = ModelAverageOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
-    shakespeare.wait_for_others(opt, steps=0)
-    assert capsys.readouterr().out == ""
-    shakespeare.wait_for_others(opt, steps=1)
-    assert "have not finished" in capsys.readouterr().out
-
-
 @pytest.fixture
 def data(examples, monkeypatch, tmp_path):
     """The module, with an empty cache."""

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from marks import slow
 from springline.center.checkpoint import describe
 
 SCRIPT = Path(__file__).with_name("ordinary.py")
@@ -30,7 +31,7 @@ def center(run):
     return lambda: float(load_file(run.path / "center.safetensors")["w"].mean())
 
 
-@pytest.mark.parametrize("rule", ["average", pytest.param("elastic", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rule", ["average", *slow("elastic")])
 def test_a_reloaded_checkpoint_does_not_pull_the_center_back(train, run, center, rule):
     """Rank 1 is killed at step 40 and reloads what it had saved at step 5."""
     said = train("reload", rule)
@@ -42,7 +43,7 @@ def test_a_reloaded_checkpoint_does_not_pull_the_center_back(train, run, center,
     assert not re.search(warning, run.log(0))
 
 
-@pytest.mark.parametrize("who", ["all", "0"])
+@pytest.mark.parametrize("who", ["0", *slow("all")])
 def test_weights_that_are_loaded_after_wrapping_are_trained(train, run, center, who):
     train("pretrained", who)
     assert 110 < center() <= 120
@@ -72,6 +73,7 @@ def test_a_restarted_worker_that_never_asks_is_told_what_to_call(train, run):
     assert warning not in run.log(0)
 
 
+@pytest.mark.slow
 def test_gradient_accumulation_goes_on_where_it_was(train, run):
     train("accumulate")
     made = [line for line in run.log(1).splitlines() if line.startswith("made")]
@@ -79,9 +81,7 @@ def test_gradient_accumulation_goes_on_where_it_was(train, run):
     assert run.steps() == [20, 20]
 
 
-@pytest.mark.parametrize(
-    "rule", ["elastic", "average", pytest.param("agn", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("rule", ["average", *slow("elastic", "agn")])
 def test_what_is_reported_is_what_is_saved(train, run, center, rule):
     said = train("uneven", rule)
     found = re.search(r"the center is ([\d.]+) \(center version (\d+)\)", said)
@@ -99,7 +99,7 @@ def test_evaluation_after_the_loop_without_the_end_is_warned_of(train, run):
     assert "opt.final()" in said
 
 
-@pytest.mark.parametrize("rule", ["average", "elastic"])
+@pytest.mark.parametrize("rule", ["elastic", *slow("average")])
 def test_alone_evaluation_after_the_loop_is_of_the_trained_model(rule, tmp_path, start_command):
     ran = start_command("stale", rule, driver=(str(SCRIPT),))
     assert ran.wait() == 0

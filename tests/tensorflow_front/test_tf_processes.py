@@ -115,6 +115,7 @@ def run(tmp_path):
         wait_for(lambda: not any(map(alive, run.pids())))
 
 
+@pytest.mark.slow
 def test_elastic_nobody_waits_and_whoever_comes_joins(run):
     run.cluster(2, 3, "elastic", "--last-waits", restarts=1)
     run.wait_for(lambda: run.steps(0) > 20 and run.steps(1) > 20)  # the third is not there yet

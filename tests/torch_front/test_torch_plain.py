@@ -21,7 +21,7 @@ from torch_training import (
 
 from springline.rules import SGD, ElasticAverage
 from springline.rules.reference import Twin
-from springline.torch import ElasticAverageOptimizer
+from springline.torch import ElasticAverageOptimizer, ModelAverageOptimizer
 
 
 @pytest.mark.parametrize("inner", INNERS)
@@ -34,6 +34,53 @@ def test_one_worker_averaging_is_plain_training(inner):
     assert opt.worker.center.version == 2
     opt.finish()
     same(center(opt), weights(plain))
+
+
+@pytest.mark.parametrize("rule", ["average", "elastic"])
+def test_alone_it_is_plain_training_as_the_center_sees_it(rule):
+    """In the middle of a period, too, and with what BatchNorm keeps beside the parameters."""
+
+    def normed():
+        torch.manual_seed(4)
+        return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 2))
+
+    plain, model = normed(), normed()
+    other, inner = (INNERS["adam"](m.parameters()) for m in (plain, model))
+    if rule == "average":
+        opt = ModelAverageOptimizer(inner, model=model, interval_steps=3)
+    else:
+        opt = ElasticAverageOptimizer(inner, model=model, communication_period=3)
+    for m in (plain, model):
+        m.load_state_dict({k: v + v.dtype.is_floating_point for k, v in m.state_dict().items()})
+    with opt.center_weights():  # before the first step
+        same(dict(model.state_dict()), dict(plain.state_dict()))
+    for step in range(8):
+        train(plain, other, [step])
+        train(model, opt, [step])
+        same(dict(model.state_dict()), dict(plain.state_dict()))
+        if step % 2:
+            with opt.center_weights():
+                same(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+def test_alone_lbfgs_is_plain_training():
+    plain, model = network(), network()
+    other, inner = (torch.optim.LBFGS(m.parameters(), lr=0.5) for m in (plain, model))
+    opt = ElasticAverageOptimizer(inner, model=model, communication_period=2)
+
+    def closure(m, o, step):
+        def closure():
+            o.zero_grad()
+            loss = loss_of(m, step)
+            loss.backward()
+            return loss
+
+        return closure
+
+    for step in range(5):
+        other.step(closure(plain, other, step))
+        opt.step(closure(model, opt, step))
+    same(weights(model), weights(plain))
 
 
 @pytest.mark.parametrize("inner", INNERS)

@@ -17,7 +17,7 @@ WRAPPED = "The model is in DistributedDataParallel"
     [
         ("ddp", WRAPPED, "Traceback"),
         ("same", SAME, WRAPPED),
-        ("own", "trained", SAME),
+        pytest.param("own", "trained", SAME, marks=pytest.mark.slow),
     ],
 )
 def test_two_ranks_under_torchrun(tmp_path, how, said, not_said):

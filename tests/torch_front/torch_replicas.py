@@ -8,19 +8,24 @@ import torch.distributed as dist
 import springline
 from springline.torch import ModelAverageOptimizer
 
-how = sys.argv[1]
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-net = torch.nn.Linear(4, 2)
-opt = torch.optim.SGD(net.named_parameters(), lr=0.1)
-opt = ModelAverageOptimizer(opt, model=net, interval_steps=2)
-model = torch.nn.parallel.DistributedDataParallel(net) if how == "ddp" else net
-data = torch.Generator().manual_seed(0 if how == "same" else dist.get_rank())
-for _ in springline.steps(16):
-    opt.zero_grad()
-    model(torch.randn(8, 4, generator=data)).square().mean().backward()
-    opt.step()
-opt.finish()
-print("trained", flush=True)
-springline.SharedCenter.open(springline.directory() / "center").close()
-dist.destroy_process_group()
+
+def main(how: str) -> None:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 2)
+    opt = torch.optim.SGD(net.named_parameters(), lr=0.1)
+    opt = ModelAverageOptimizer(opt, model=net, interval_steps=2)
+    model = torch.nn.parallel.DistributedDataParallel(net) if how == "ddp" else net
+    data = torch.Generator().manual_seed(0 if how == "same" else dist.get_rank())
+    for _ in springline.steps(16):
+        opt.zero_grad()
+        model(torch.randn(8, 4, generator=data)).square().mean().backward()
+        opt.step()
+    opt.finish()
+    print("trained", flush=True)
+    springline.SharedCenter.open(springline.directory() / "center").close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

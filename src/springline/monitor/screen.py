@@ -293,7 +293,8 @@ def _footer(status: Status) -> str:
     if status.version is None:
         return "no center yet" if not status.settings else "the center is gone; no checkpoint"
     words = [f"center version {status.version:,}"]
-    words.append("no checkpoint yet" if age is None else f"checkpoint {ago(age)}")
+    if age is not None or not status.on_cluster:
+        words.append("no checkpoint yet" if age is None else f"checkpoint {ago(age)}")
     words.append(f"{decimal(status.bytes_exchanged)} exchanged")
     return "  ·  ".join(words)
 

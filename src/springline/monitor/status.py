@@ -58,6 +58,7 @@ class Status:
     over: bool
     ps: int = 0  # parameter servers, which hold the center of a TensorFlow run
     evaluations: dict[str, Evaluation] = field(default_factory=dict)  # the last, by name
+    on_cluster: bool = False  # its center, whose shards keep checkpoints of their own
 
 
 class StatusReader:
@@ -106,6 +107,7 @@ class StatusReader:
             over=over,
             ps=len(launch.ps) if launch else 0,
             evaluations=self._evaluations(),
+            on_cluster=bool(launch and launch.cluster),
         )
 
     def close(self) -> None:

@@ -255,6 +255,11 @@ class EagerCenter:
         finally:
             self._write()
 
+    def final(self, timeout: float | None) -> bool:
+        """Finish, wait for all others; whether this worker is to report."""
+        self.finish()
+        return self.worker.final(timeout)
+
     def _at_exit(self) -> None:
         progress.finish_at_exit(self.finish, self._process)
 

@@ -230,6 +230,14 @@ class CenterOptimizer(v1.train.Optimizer):
         """
         self._own_center("finish", "the session's end is the end").finish()
 
+    def final(self, timeout: float | None = None) -> bool:
+        """In eager mode, finish, wait for all others; whether this worker is to report.
+
+        Args:
+            timeout: seconds after which waiting fails, naming who is missing.
+        """
+        return self._own_center("final", "the chief reports").final(timeout)
+
     def save_center(self, path: str | Path) -> None:
         """In eager mode, write the center as safetensors, under the variables' names."""
         self._own_center("save_center", "`swapping_saver` saves the center").save_center(path)

@@ -92,7 +92,7 @@ class CenterReader(Wrapper):
             return
         if self._owns_center and worker.rule.follows:
             self._exchange()
-        elif not self._warned and (not worker.exchanges or is_over()):
+        elif not self._warned and (is_over() or (worker.unexchanged > 1 and not worker.exchanges)):
             self._warned = True
             _log.warning(
                 "The last %d steps of rank %d are not in the center, which is evaluated or saved "
