@@ -219,6 +219,47 @@ def test_no_center_is_made_of_nan(bad, directory):
     Worker(model(), ElasticAverage(), directory).center.close()
 
 
+def test_steps_are_counted_from_where_the_worker_was_whatever_was_asked_before(tmp_path):
+    """Without a run in the environment nobody knows before the worker joins."""
+    rule = ElasticAverage(period=1, workers=2)
+    with Worker(model(), rule, tmp_path / "center") as worker:
+        for _ in range(3):
+            worker.step()
+    progress._count.start, progress._count.done = 0, None  # as in another process that has asked
+    again = Worker(model(), rule, tmp_path / "center")
+    assert springline.start_step() == 3
+    assert list(springline.steps(5)) == [3, 4]
+    again.finish()
+    again.center.retire()
+
+
+@pytest.mark.parametrize("wrong", [-1, 2.5, "3", None, True])
+def test_steps_takes_a_number(wrong):
+    with pytest.raises(ValueError, match=r"`n` must be an integer >= 0\. Received: n="):
+        springline.steps(wrong)
+
+
+def test_steps_within_steps_do_not_go_back():
+    counted = []
+    for _ in springline.steps(2):
+        counted.append(progress.counted())
+        counted += [progress.counted() for _ in springline.steps(3)]
+    assert counted == sorted(counted)
+
+
+def test_who_ends_early_may_come_back(tmp_path):
+    """`sys.exit(1)` runs the exit handlers as a normal end does."""
+    rule = ElasticAverage(period=5, workers=2)
+    worker = Worker(model(), rule, tmp_path / "center")
+    worker.step()
+    worker.for_good = False
+    worker.finish()
+    assert worker.center.finished() == []
+    assert worker.center.progress()[0].steps == 1
+    assert worker.final(timeout=60)  # not waiting for itself, nor for one that is not there
+    worker.center.retire()
+
+
 def test_start_step_stays_what_it_was_while_the_worker_goes_on(tmp_path, monkeypatch):
     monkeypatch.setenv("SPRINGLINE_RUN", str(tmp_path))
     rule = ElasticAverage(period=2)

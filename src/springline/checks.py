@@ -34,6 +34,12 @@ def at_least_one(name: str, value: object, meaning: str) -> None:
         raise ValueError(f"`{name}` must be an integer >= 1. {meaning} Received: {name}={value!r}.")
 
 
+def count(name: str, value: object) -> None:
+    """Refuse anything that is not an integer of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
+        raise ValueError(f"`{name}` must be an integer >= 0. Received: {name}={value!r}.")
+
+
 def true_or_false(name: str, value: object) -> None:
     """Refuse anything else: the string "False" is true."""
     if not isinstance(value, bool | np.bool_):

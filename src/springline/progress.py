@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from springline import checks
 from springline.center.errors import CenterError
 from springline.center.shared import write_private
 from springline.center.waiting import wait_until
@@ -61,6 +62,7 @@ def steps(total: int) -> Iterator[int]:
     >>> [list(steps(3)) for epoch in range(2)]
     [[0, 1, 2], [0, 1, 2]]
     """
+    checks.count("n", total)
     run, start = Run.from_environment(), start_step()
     first = _count.claimed
     _count.claimed += total
@@ -80,7 +82,8 @@ def _steps(run: Run, first: int, rest: range) -> Iterator[int]:
                 if run.stopping():
                     return
                 look_at = time.monotonic() + _STOP_LOOK
-            _count.looping, _count.done = True, first + step + 1  # the one that is being made
+            # With the one that is being made; loops may be within each other.
+            _count.looping, _count.done = True, max(_count.done or 0, first + step + 1)
             yield step
     finally:
         _count.looping = False
@@ -101,8 +104,8 @@ def note_worker(worker: Any) -> None:
     _count.worker = weakref.ref(worker)
     if directory() and not any(isinstance(h, ToLauncher) for h in _log.handlers):
         _log.addHandler(ToLauncher(logging.WARNING))
-    if _count.start is None:
-        _count.start = int(worker.start_step)
+    if _count.done is None:  # other machines may not see the run's directory
+        _count.start = max(_count.start or 0, int(worker.start_step))
     _count.reports = None
 
 
@@ -124,13 +127,14 @@ def wait_for_all(worker: Worker, timeout: float | None) -> bool:
     seen = dict.fromkeys(range(center.settings["workers"]), time.monotonic())
 
     def missing() -> list[int]:
+        worker.member.confirm_finished()
         given_up = center.given_up()
         given_up = run.given_up() if given_up is None else given_up
         now = time.monotonic()
         seen.update(dict.fromkeys(center.members(), now))
         if given_up is None:  # nobody starts it again
             given_up = [rank for rank, at in seen.items() if now - at > _UNSEEN]
-        return sorted(seen.keys() - {*center.finished(), *given_up})
+        return sorted(seen.keys() - {worker.rank, *center.finished(), *given_up})
 
     def done() -> bool:
         if not missing():
@@ -139,7 +143,7 @@ def wait_for_all(worker: Worker, timeout: float | None) -> bool:
         return False
 
     wait_until(done, missing, timeout, "all workers to finish")
-    _count.reports = worker.rank == min(center.finished(), default=worker.rank)
+    _count.reports = worker.rank == min([worker.rank, *center.finished()])
     return _count.reports
 
 

@@ -233,7 +233,8 @@ class ToLauncher(logging.Handler):
                 folder = run.directory / WARNINGS
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 _add_line(folder / f"rank-{run.rank}.txt", " ".join(record.getMessage().split()))
-        if not logging.getLogger().handlers and logging.lastResort:  # we are no other's substitute
+        others = [*logging.getLogger().handlers, *logging.getLogger("springline").handlers]
+        if all(handler is self for handler in others) and logging.lastResort:  # as without us
             logging.lastResort.handle(record)
 
 

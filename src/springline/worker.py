@@ -31,6 +31,7 @@ class Worker:
 
     A step of a training loop is::
 
+        worker.begin()                       # once, before the first; after loading weights
         gradients = ...                      # of the loss at worker.parameters
         worker.observe(gradients)            # the rule sees them
         inner.step(worker.parameters, ...)   # any optimizer, in place
@@ -82,6 +83,7 @@ class Worker:
         keep_own_weights: bool = False,
     ) -> None:
         checks.true_or_false("use_locking", use_locking)
+        checks.true_or_false("keep_own_weights", keep_own_weights)
         if synchronous is not None:
             checks.true_or_false("synchronous", synchronous)
         checks.seconds(timeout)
@@ -114,6 +116,7 @@ class Worker:
         self.exchange_seconds = 0.0
         self._period = rule.period
         self.finished = False
+        self.for_good = True  # whether, once it has finished, it does not come back
         self.exchanged_at = 0  # the local step of the last exchange
         self.begun = False  # whether `begin` was called, or a step made
         self._keep_own = keep_own_weights
@@ -174,17 +177,17 @@ class Worker:
         Returns:
             Whether gradients that were computed before belong to these parameters.
         """
-        self.begun = True
         mark = self._fingerprint()
         changed = mark != self._joined_with
         first = self.member.seal(self.local.x, mark, changed)
+        self.begun = True
         if first is None:
             if self.local.copy is not None:
                 np.copyto(self.local.copy, self.local.x)
             return True
-        if self._keep_own or not (changed or first not in (0, mark)):
+        if (self._keep_own and changed) or not (changed or first not in (0, mark)):
             return True
-        if changed and (self.start_step or first != mark):
+        if changed and first != mark:
             _log.warning(
                 "Rank %d: the center's values (version %d) replace the weights that were loaded "
                 "since this worker joined. Load them before the first step of the run, or pass "
@@ -280,7 +283,7 @@ class Worker:
                 if self.local_step > self.exchanged_at:
                     self.exchange()
             finally:
-                self.member.leave(finished=True)
+                self.member.leave(finished=self.for_good)
 
     def final(self, timeout: float | None = None) -> bool:
         """Finish, wait for all other workers, and return whether this one is to report.
@@ -291,6 +294,7 @@ class Worker:
         Returns:
             True on one rank: the lowest that has finished. The center is then that of them all.
         """
+        checks.seconds(timeout)
         self.finish()
         return progress.wait_for_all(self, timeout)
 

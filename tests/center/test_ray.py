@@ -86,6 +86,7 @@ def test_it_follows_what_was_recorded(name, run):
 
 
 def test_who_joins_with_other_values_is_told(name, caplog):
+    caplog.set_level("INFO", "springline")
     make(name)
     make(name)
     assert "replace this worker's own" not in caplog.text

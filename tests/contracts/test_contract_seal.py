@@ -1,12 +1,17 @@
 """Whose values a new center begins with, and who has finished."""
 
+from functools import partial
+
 import numpy as np
 import pytest
-from centers import RULES, each, model, on
+from centers import RULES, each, model, on, wait_for
 
-from served import Call
+from served import Call, Service
+from springline import Worker
+from springline.center import Layout
 
 FIRST = model(w=[[1, 2], [3, 4]], b=[5, 6])
+OTHER = model(w=[[0, 1], [0, 1]], b=[0, 1])
 LOADED = model(w=[[9, 8], [7, 6]], b=[5, 4])
 REPLACED = "replace the weights that were loaded"
 
@@ -70,11 +75,14 @@ def test_whoever_has_loaded_nothing_begins_where_it_is(place, name, together):
 
 @on(fixed=True)
 def test_a_worker_may_insist(place, together, caplog):
-    workers = place.workers(FIRST, RULES["average"](workers=2), keep_own_weights=True)
+    """On what it has loaded; one that has loaded nothing takes the center."""
+    workers = place.workers(FIRST, RULES["average"](workers=3), keep_own_weights=True)
+    load(workers[0], OTHER)
     load(workers[1], LOADED)
-    assert begin_all(workers, together) == [True, True]
+    assert begin_all(workers, together) == [True, True, False]
     has(workers[1].parameters, LOADED)
-    has(workers[1].center.values(), FIRST)
+    has(workers[2].parameters, OTHER)
+    has(workers[1].center.values(), OTHER)
     assert REPLACED not in caplog.text
 
 
@@ -104,7 +112,43 @@ def test_values_that_are_not_finite_are_no_start(place):
     with pytest.raises(ArithmeticError, match="'b' has NaN"):
         one.begin()
     has(two.center.values(), FIRST)
+    load(one, LOADED)  # mended
+    assert one.begin()
+    has(two.center.values(), LOADED)
+
+
+@pytest.mark.parametrize("place", ["collective"], indirect=True)
+def test_values_that_are_not_finite_are_no_start_of_any_rank(place, together):
+    workers = place.workers(FIRST, RULES["average"](workers=2))
+    workers[0].parameters["b"][1] = np.nan
+
+    def begin(worker):
+        with pytest.raises(ArithmeticError, match="'b' has NaN"):
+            worker.begin()
+
+    together(*[partial(begin, worker) for worker in workers])
+    has(workers[1].center.values(), FIRST)
+
+
+@pytest.mark.parametrize("place", ["served"], indirect=True)
+def test_a_head_that_was_restarted_has_forgotten_leases_and_who_has_finished(place, tmp_path):
+    place.service = None
+    rule = RULES["elastic"](workers=2)
+    service = Service(Layout.of(FIRST), rule, FIRST, True, None, storage=str(tmp_path / "store"))
+    one, two = (Worker(FIRST, rule, service.open(), rank, timeout=30) for rank in (0, 1))
+    me = 0, one.member._incarnation
+    assert Call(service.head, "seal", *me, 77, True, 0).result()[0] == "send"
+    service.head.target = service.new_head()
+    assert Call(service.head, "sealed").result() == 0
     assert two.begin()
+    assert Call(service.head, "sealed").result() > 1
+    two.finish()
+    service.head.target = service.new_head()
+    assert one.center.finished() == []
+    two.member.confirm_finished()
+    wait_for(lambda: one.center.finished() == [1])
+    assert one.final(timeout=30)
+    service.close()
 
 
 @on("asynchronous")

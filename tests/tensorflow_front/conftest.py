@@ -5,7 +5,7 @@ import pytest
 from network import private_network
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def network():
     with private_network():
         yield

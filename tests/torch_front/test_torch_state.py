@@ -131,6 +131,30 @@ def test_a_penalty_that_was_not_saved_starts_at_the_center():
 
 
 @pytest.mark.parametrize("rule", RULES)
+def test_a_state_without_a_center_leaves_the_start_to_the_model(rule, directory, team):
+    """Saved in a run, loaded alone: the center is what the model has loaded."""
+
+    def make(**options):
+        model = network()
+        return wrap(rule, INNERS["sgd"](model.parameters()), 4, model=model, **options)
+
+    first, _ = team(2, lambda: make(center=directory, timeout=30))
+    train(first._model, first, range(3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPRINGLINE_WORKERS", "1")
+        patch.setenv("SPRINGLINE_RANK", "0")
+        alone = make()
+    alone._model.load_state_dict(weights(first._model))
+    alone.load_state_dict(first.state_dict())
+    with alone.center_weights():
+        same(weights(alone._model), weights(first._model))
+    train(alone._model, alone, [3])
+    assert not alone.worker.exchanges or not torch.equal(
+        center(alone)["0.weight"], network()[0].weight
+    )
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_in_a_run_only_the_inner_optimizers_state_is_loaded(rule, directory, team):
     def make():
         model = network()

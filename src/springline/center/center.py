@@ -105,6 +105,9 @@ class Member(ABC):
             worker joined; 0 if it was sealed before.
         """
 
+    def confirm_finished(self) -> None:
+        """Say again that this worker has finished, where that may have been forgotten."""
+
     @abstractmethod
     def leave(self, finished: bool = False) -> None:
         """Give the rank back. Nobody waits for this worker any more.

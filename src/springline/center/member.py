@@ -100,6 +100,7 @@ class MemoryMember(Member):
 
         They are written in any case: a worker that was killed here may have written some of its.
         """
+        self.check_here()
         if not self._was_sealed:
             center = self.center
             with center.locks.hold(CREATE):

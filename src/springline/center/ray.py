@@ -127,7 +127,7 @@ class RayCenter(ServedCenter):
         version, same = center.version, description["digest"] == _digest(layout, values)
         if version or not same:
             replaced = "" if same else ": its values replace this worker's own"
-            _log.warning("Joined the center %s at version %d%s.", name, version, replaced)
+            _log.info("Joined the center %s at version %d%s.", name, version, replaced)
         return center
 
     @classmethod

@@ -28,7 +28,7 @@ from springline.center.served.messages import Trouble
 from springline.center.served.peer import PeerLostError
 from springline.center.served.storage import Storage
 from springline.launch.directory import CENTER, LaunchError
-from springline.launch.keeper import Keeper
+from springline.launch.keeper import Keeper, LostError
 from springline.launch.state import CenterStatus, LaunchState
 
 _EVERY = 1.0  # seconds between two looks at the center
@@ -188,11 +188,18 @@ class RayKeeper(Keeper):
         if self._storage is None:
             raise CenterError("It is not on the cluster any more, and was kept nowhere.")
         stored = read_stored(self._storage)
+        self.version = stored.version
         self._say(
             f"The center is not on the cluster any more: it is taken from {self._storage}, version "
             f"{stored.version} of {self._last.version}."
         )
-        return self._write(with_extras(self._directory / CENTER, stored.values))
+        final = self._write(with_extras(self._directory / CENTER, stored.values))
+        if stored.version < self._last.version:
+            raise LostError(
+                f"The center of version {self._last.version} is lost. What is in {final} is "
+                f"{self._last.version - stored.version} exchanges older."
+            )
+        return final
 
 
 def open_center(name: str) -> RayCenter | None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from springline import progress
 from springline import run as runs
-from springline.center import LocalCenter
+from springline.center import Center, LocalCenter
 from springline.center.checkpoint import write_tensors
 from springline.tensorflow.eager_variables import first_value, ref_of, unique_names
 from springline.tensorflow.getter import Trio, Variable
@@ -74,6 +74,11 @@ class EagerCenter:
         return self._worker
 
     @property
+    def center(self) -> Center:
+        """The worker's center."""
+        return self.worker.center
+
+    @property
     def local_step(self) -> int:
         """Local steps so far."""
         return int(self._optimizer._local_step.numpy())
@@ -116,6 +121,7 @@ class EagerCenter:
             timeout=optimizer._timeout,
         )
         progress.note_worker(self)  # it knows the local step between exchanges, the worker does not
+        progress.note_first_step(worker)
         if not isinstance(worker.center, LocalCenter):
             atexit.register(self._at_exit)
         kept = worker.local.copy if worker.local.a is None else worker.local.a
@@ -261,6 +267,7 @@ class EagerCenter:
         return self.worker.final(timeout)
 
     def _at_exit(self) -> None:
+        self.worker.for_good = False  # it may have ended early, and be restarted
         progress.finish_at_exit(self.finish, self._process)
 
     def save_center(self, path: str | Path) -> None:

@@ -180,6 +180,9 @@ class CenterOptimizer(CenterReader):
         self.worker.take_center()
         self.binding.scatter()
         self._after_exchange()
+        if not self.worker.begun:
+            self.binding.gather()  # half precision rounds
+            self.worker.note_start()
         self.inner.state.clear()
         for group in self.param_groups:
             for p in group["params"]:
@@ -215,6 +218,7 @@ class CenterOptimizer(CenterReader):
         return self.worker.final(timeout)
 
     def _at_exit(self) -> None:
+        self.worker.for_good = False  # it may have ended early, and be restarted
         finish_at_exit(self.finish, self._process)
 
     def _add(self, group: Group) -> None:

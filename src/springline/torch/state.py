@@ -25,6 +25,7 @@ def save(worker: Worker) -> State:
         "start_step": worker.start_step,
         "exchanged_at": worker.exchanged_at,
         "gradients": local.gradients,
+        "begun": worker.begun,
     }
     if local.a is not None:
         views = layout.views(local.a)
@@ -63,7 +64,8 @@ def check(worker: Worker, state: State) -> None:
 def load(worker: Worker, state: State) -> None:
     """Go back to what `save` returned. Tensors that it does not have stay as they are."""
     local, layout = worker.local, worker.layout
-    worker.begun = True  # the center is not to take what the model has loaded
+    # Whether the center is to take what the model has loaded: not if it is restored itself.
+    worker.begun = state.get("begun", True) and "center" in state
     worker.local_step, worker.start_step = state["local_step"], state["start_step"]
     worker.exchanged_at = state["exchanged_at"]
     local.forget_gradients()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from springline.center.center import Local, Member
+from springline.center.center import Local, Member, check_finite
 from springline.center.collective.replica import Row
 from springline.center.errors import AFTER_NAN, CenterError, NonFiniteError
 from springline.center.layout import Bytes, Run
@@ -99,8 +99,16 @@ class CollectiveMember(Member):
         """
         center, rank = self.center, self.rank
         if not center.sealed:
-            said = center.group.gather(json.dumps([mark, changed]), "the first step")
-            first, loaded = json.loads(said[0])
+            wrong = None
+            if rank == 0 and changed and x is not None:
+                try:
+                    check_finite(center.layout, center.layout.views(x))
+                except NonFiniteError as error:
+                    wrong = str(error)
+            said = center.group.gather(json.dumps([mark, changed, wrong]), "the first step")
+            first, loaded, wrong = json.loads(said[0])
+            if wrong:
+                raise NonFiniteError(wrong)  # on all ranks
             if loaded:
                 center.take_values(x if rank == 0 else None)
             center.sealed = first or 1

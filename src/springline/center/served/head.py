@@ -94,7 +94,9 @@ class Head(Founding):
 
     async def sealed(self) -> int:
         """Return how the center was sealed (see `Member.seal`): a mark, or 1; 0 if it is not."""
-        return self._seal[0] or int(any(row.exchanges for row in self._rows.values()))
+        base = int((self.description or {}).get("base", 0))
+        done = base or any(row.exchanges for row in self._rows.values())
+        return self._seal[0] or int(bool(done))
 
     async def seal(
         self, rank: int, incarnation: int, mark: int, changed: bool, lease: int
@@ -115,7 +117,8 @@ class Head(Founding):
         me = [mark, rank, incarnation]
         if by := await self.sealed():
             return ("done", 0) if self._seal == me else ("sealed", by)
-        if to_do := self._seats.lease(rank, incarnation, changed, lease):
+        # A head that was restarted does not know who had a lease, and may have sent some values.
+        if to_do := self._seats.lease(rank, incarnation, changed or self.found, lease):
             return to_do
         await self.publish({**(self.description or {}), "seal": me})
         return "done", 0
@@ -182,11 +185,17 @@ class Head(Founding):
     async def leave(self, rank: int, incarnation: int | None, finished: bool = False) -> None:
         """Give a rank back; without an incarnation, whoever has it is known to be dead."""
         seat = self._seats.of.get(rank)
+        if finished and incarnation is not None:
+            await self.finish(rank, incarnation)
         if seat and incarnation in (None, seat.incarnation):
-            if finished:
-                self._finished.add(rank)
             del self._seats.of[rank]
             self._changed()
+
+    async def finish(self, rank: int, incarnation: int) -> None:
+        """Note that a rank has finished, unless it has come back since."""
+        seat = self._seats.of.get(rank)
+        if seat is None or seat.incarnation <= incarnation:
+            self._finished.add(rank)
 
     async def barrier(self, seconds: float) -> list[int]:
         """Wait a while until all ranks are there at once, or have been; return the missing."""

@@ -142,6 +142,10 @@ class ServedMember(Member):
         if threading.current_thread() is not self._beats:
             self._beats.join(2 * BEAT)  # nobody is to wait for an answer when Ray is shut down
 
+    def confirm_finished(self) -> None:
+        """Tell a head that may have been restarted meanwhile."""
+        self.center.head.tell("finish", self.rank, self._incarnation)
+
     def check_here(self) -> None:
         """Refuse to exchange when no longer a member."""
         if self.left:
