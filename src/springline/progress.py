@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from springline import checks
 from springline.center.errors import CenterError
-from springline.center.shared import write_private
 from springline.center.waiting import wait_until
 from springline.disk import can_do_without
+from springline.files import write_text
 from springline.run import REPORT, Run, ToLauncher, directory
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def report(text: str) -> None:
     print(text, flush=True)
     if run.directory and (run.rank == 0 if _count.reports is None else _count.reports):
         run.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_private(run.directory / REPORT, f"{text}\n")
+        write_text(run.directory / REPORT, f"{text}\n")
 
 
 def finish_at_exit(finish: Callable[[], None], process: int) -> None:

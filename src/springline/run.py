@@ -31,9 +31,10 @@ from typing import Any
 from springline import checks
 from springline.center import Center, CenterError, Layout, RankError, SharedCenter
 from springline.center.checkpoint import describe, newest
-from springline.center.shared import CHECKPOINT_NAME, write_private
+from springline.center.shared import CHECKPOINT_NAME
 from springline.cluster import Cluster
 from springline.disk import can_do_without
+from springline.files import write_text
 from springline.rules.rule import Rule
 
 REPORT, WARNINGS = "report.txt", "warnings"
@@ -140,7 +141,7 @@ class Run:
         if self not in _begun:
             _begun.add(self)
             self.log(step, {})  # a line without values begins a life of the worker
-        write_private(self.directory / "total", f"{total}\n")
+        write_text(self.directory / "total", f"{total}\n")
 
     @can_do_without("A line of the metrics")
     def log(self, step: int, values: Mapping[str, float]) -> None:

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
+from springline import files
 from springline.center.errors import CheckpointError
 from springline.center.layout import Bytes
 from springline.center.plan import Plan
@@ -57,8 +56,6 @@ def write(
         "settings": plan.settings,
         "layout": plan.layout.to_json(),
     }
-    for stale in path.parent.glob(f".{path.name}.*"):  # of a process that was killed while saving
-        stale.unlink(missing_ok=True)
     good = newest(path) == path  # a damaged one must not take the place of the good one before it
     write_tensors(path, _tensors(plan, center, state), {_HEADER: json.dumps(header)}, keep=good)
 
@@ -70,33 +67,24 @@ def write_tensors(
     keep: bool = False,
 ) -> None:
     """Write a safetensors file; see `write_file`."""
-    write_file(path, lambda temporary: save_file(dict(tensors), temporary, header), keep)
+    write_file(path, lambda file: files.write_tensors(file, tensors, header), keep)
 
 
-def write_file(path: Path, write: Callable[[Path], None], keep: bool = False) -> None:
+def write_file(path: Path, write: files.Write, keep: bool = False) -> None:
     """Write a file atomically, for its owner only.
 
     Args:
         path: where.
-        write: writes to the temporary path it is given.
+        write: writes to the file that it is given.
         keep: whether to keep the file that is there as `previous(path)`.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        os.close(os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, 0o600))
-        write(temporary)
-        _flush(temporary)
-        if keep and path.exists():
-            path.replace(previous(path))
-        temporary.replace(path)
-        _flush(path.parent)
-    except (OSError, SafetensorError) as error:
+        files.replace(path, write, previous(path) if keep else None)
+    except OSError as error:
         raise CheckpointError(
             f"Could not write {path}: {error}. Is there room, and may you write there? "
             "What was saved before is untouched."
         ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def newest(path: Path) -> Path | None:
@@ -182,11 +170,3 @@ def _damaged(path: Path, error: Exception) -> CheckpointError:
         f"{path} is cut short or damaged ({error}). Restore {previous(path).name} instead, "
         "if it is there."
     )
-
-
-def _flush(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

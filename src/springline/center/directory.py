@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from springline import files
 from springline.center.errors import CenterError
 from springline.center.locks import RecordLocks
 from springline.center.place import LOCK_NAME, MEMORY_NAME, owner_of
@@ -35,7 +36,7 @@ def claim(directory: Path) -> Path:
         owner = directory.stat().st_uid
         names = {p.name for p in directory.iterdir()}
         begun = {LOCK_NAME, MEMORY_NAME}  # by a creator that was killed
-        others = sorted(n for n in names - begun if not n.startswith(f".{LAYOUT_NAME}"))
+        others = sorted(n for n in names - begun if not files.is_leftover(n))
         if owner == os.getuid() and others and LAYOUT_NAME not in names:
             raise CenterError(
                 f"{directory} is not a center's directory: it holds {others[0]!r}. "

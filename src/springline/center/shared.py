@@ -51,6 +51,7 @@ from springline.center.place import (
     sweep,
 )
 from springline.center.plan import Plan
+from springline.files import write_text
 from springline.rules.rule import Rule
 
 CHECKPOINT_NAME = "checkpoint.safetensors"
@@ -232,7 +233,7 @@ class SharedCenter(MemoryCenter):
         place = self._path.name if self._path.parent == self.directory else str(self._path)
         values = {"format": FORMAT, "memory": place, "plan": self.plan.to_json()}
         try:
-            write_private(self.directory / LAYOUT_NAME, json.dumps(values, indent=1))
+            write_text(self.directory / LAYOUT_NAME, json.dumps(values, indent=1))
         except OSError as error:
             raise CenterError(
                 f"Could not write {self.directory / LAYOUT_NAME}: {error.strerror}."
@@ -268,17 +269,3 @@ def _check_unused(directory: Path, plan: Plan, locks: RecordLocks) -> None:
             f"({socket.gethostname()}): it was removed, or they are on another one, and a shared "
             "center is for one machine. End the run, then start it again."
         )
-
-
-def write_private(path: Path, text: str | bytes) -> None:
-    """Write a file atomically, for its owner only."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    fd = os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(text.encode() if isinstance(text, str) else text)
-            file.flush()
-            os.fsync(fd)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
 
-from springline.center.shared import write_private
+from springline.files import write_text
 from springline.launch.directory import CENTER
 from springline.launch.state import CenterStatus
 from springline.launch.task import Task
@@ -205,7 +205,7 @@ class RayWorker(Task):
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if part.version:
-                write_private(path, part.data)
+                write_text(path, part.data)
             else:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_APPEND
                 with os.fdopen(os.open(path, flags, 0o600), "wb") as file:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from springline.center.shared import write_private
+from springline.files import write_text
 
 NAME = "launch.json"
 STATUS_NAME = "status.json"
@@ -78,7 +78,7 @@ class LaunchState:
 
     def write(self, directory: Path) -> None:
         """Replace `RUN/launch.json`."""
-        write_private(directory / NAME, json.dumps(asdict(self), indent=1))
+        write_text(directory / NAME, json.dumps(asdict(self), indent=1))
 
     @classmethod
     def last(cls, directory: Path) -> LaunchState | None:
@@ -113,7 +113,7 @@ class CenterStatus:
     def write(self, directory: Path) -> None:
         """Replace `status.json` in the center's directory."""
         directory.mkdir(mode=0o700, exist_ok=True)
-        write_private(directory / STATUS_NAME, json.dumps(asdict(self)))
+        write_text(directory / STATUS_NAME, json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, directory: Path) -> CenterStatus | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from springline.center.plan import Plan
+from springline.files import replace as replace_file
 from springline.launch.state import LaunchState
 from springline.monitor.curves import (
     Timeline,
@@ -91,15 +91,12 @@ def draw(directory: str | Path, path: Path | None = None) -> Path | None:
             "No plot: nothing was logged in %s. `springline.log(loss=...)` does.", directory
         )
         return None
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    kind = path.suffix.removeprefix(".") or "png"
     try:
-        picture.savefig(temporary, format=path.suffix.removeprefix(".") or "png")
-        temporary.replace(path)
+        replace_file(path, lambda file: picture.savefig(file, format=kind))
     except OSError as error:
         _log.warning("No plot: %s cannot be written (%s).", path, error.strerror)
         return None
-    finally:
-        temporary.unlink(missing_ok=True)
     return path
 
 

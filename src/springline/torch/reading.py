@@ -66,7 +66,7 @@ class CenterReader(Wrapper):
 
         What is not in the center (frozen parameters, integer buffers) is the model's own.
         """
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
         self._check_not_swapped()
         self._bring_up_to_date()
@@ -75,7 +75,7 @@ class CenterReader(Wrapper):
         values = {n: torch.from_numpy(v) for n, v in self.worker.layout.views(center).items()}
         if self._model is not None:
             values = under_all_names(values, self.binding.tensors(), self._model)
-        write_file(Path(path), lambda temporary: save_file(values, temporary))
+        write_file(Path(path), lambda file: file.write(save(values)))
 
     def _read_center(self, out: Bytes) -> Bytes:
         """Copy the center; alone, before the first step, it is to be what the model has."""

@@ -17,7 +17,8 @@ from springline.center.errors import CenterError, CheckpointError
 from springline.center.layout import Bytes
 from springline.center.locks import RecordLocks
 from springline.center.plan import Plan
-from springline.center.shared import CHECKPOINT_NAME, write_private
+from springline.center.shared import CHECKPOINT_NAME
+from springline.files import write_text
 
 Snapshot = Callable[[], tuple[Bytes, int, list[int]]]  # the center, its version, steps
 NO_STATE: Bytes = np.zeros(0, np.uint8)  # the synchronous rules have no outer optimizer
@@ -106,7 +107,7 @@ def _alone_in(directory: Path) -> RecordLocks | None:
         return None
     if taken:
         with contextlib.suppress(OSError):  # what cannot be written is said when it matters
-            write_private(owner, here)
+            write_text(owner, here)
         return locks
     locks.close()
     where = owner.read_text("utf-8") if owner.exists() else here

@@ -84,9 +84,7 @@ class Storage:
         data = save(tensors, {"number": str(number), "life": str(self._life)})
         path = self._slot(name, number)
         if self._fs is None:
-            for stale in Path(path).parent.glob(f".{Path(path).name}.*"):  # of who was killed here
-                stale.unlink(missing_ok=True)
-            write_file(Path(path), lambda temporary: _write_bytes(temporary, data))
+            write_file(Path(path), lambda file: file.write(data))
         else:
             try:
                 self._fs.pipe_file(path, data)
@@ -164,10 +162,6 @@ def _mark_in(data: bytes) -> tuple[int, int]:
 
 def _checksums(tensors: Mapping[str, Any]) -> dict[str, int]:
     return {name: zlib.crc32(tensor.reshape(-1)) for name, tensor in tensors.items()}
-
-
-def _write_bytes(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
 
 
 def _cannot(what: str, place: str, error: Exception) -> CheckpointError:

@@ -1,0 +1,126 @@
+"""Files that are replaced as a whole: written under a name that nobody else uses, then renamed.
+
+    .NAME.0123456789abcdef.springline    what is being written; locked for as long
+
+A process that is killed leaves such a file. Who writes NAME a minute later, or more, removes it: it
+knows it by its whole name, and that nobody is at it by the lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+if sys.platform != "win32":
+    import fcntl
+
+Write = Callable[[BinaryIO], object]
+_SUFFIX = ".springline"
+_YOUNG = 60.0  # seconds
+_DTYPES = {
+    "bool": "BOOL",
+    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
+    **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
+}
+
+
+def replace(path: Path, write: Write, keep: Path | None = None) -> None:
+    """Write a file atomically, for its owner only.
+
+    Args:
+        path: where.
+        write: writes to the file that it is given.
+        keep: where the file that is there is kept; by default it is not.
+    """
+    remove_leftovers(path)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_SUFFIX}")
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+    fd = os.open(temporary, flags, 0o600)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            _lock(fd)
+            write(file)
+            file.flush()
+            os.fsync(fd)
+            if keep and path.exists():
+                path.replace(keep)
+            temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _flush(path.parent)
+
+
+def write_text(path: Path, text: str | bytes) -> None:
+    """Replace a file by a text, for its owner only."""
+    replace(path, lambda file: file.write(text.encode() if isinstance(text, str) else text))
+
+
+def write_tensors(
+    file: BinaryIO, tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write arrays as safetensors, without a copy of them."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # all are aligned
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    start = 0
+    for name in order:
+        array = tensors[name]
+        stop = start + array.nbytes
+        dtype = _DTYPES[array.dtype.name]
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for name in order:
+        array = tensors[name].astype(tensors[name].dtype.newbyteorder("<"), copy=False)
+        file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove what processes that were killed have left beside a file."""
+    ours = re.compile(re.escape(f".{path.name}.") + "[0-9a-f]{16}" + re.escape(_SUFFIX))
+    with contextlib.suppress(OSError):
+        for other in path.parent.iterdir():
+            if ours.fullmatch(other.name):
+                _remove_unused(other)
+
+
+def is_leftover(name: str) -> bool:
+    """Whether a file of this name is one that is being written, or was left."""
+    return name.startswith(".") and name.endswith(_SUFFIX)
+
+
+def _remove_unused(path: Path) -> None:
+    with contextlib.suppress(OSError):  # somebody writes it; or it is not ours
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
+        try:
+            if time.time() - os.fstat(fd).st_mtime > _YOUNG:  # else it may not be locked yet
+                _lock(fd)
+                path.unlink()
+        finally:
+            os.close(fd)
+
+
+def _lock(fd: int) -> None:
+    if sys.platform != "win32":
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _flush(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
