@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import time
 from pathlib import Path
 
@@ -70,10 +69,11 @@ class RunDirectory:
 
     def abandon(self) -> None:
         """Release the directory of a run that could not start; remove it if it was made for it."""
-        if self._made:
-            shutil.rmtree(self.path)
-        if self._new:
-            with contextlib.suppress(OSError):  # there are others in `runs`
+        with contextlib.suppress(OSError):  # somebody else has put something there
+            if self._made:
+                (self.path / LOCK).unlink()
+                self.path.rmdir()
+            if self._new:
                 self.path.parent.rmdir()
         self.release()
 
