@@ -42,6 +42,12 @@ class _Count:
 
 
 _count = _Count()
+_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # of this process
+
+
+def note_optimizer(optimizer: Any) -> None:
+    """Finish this optimizer, too, when the script ends another."""
+    _optimizers.add(optimizer)
 
 
 def start_step() -> int:
@@ -119,6 +125,12 @@ def note_first_step(worker: Worker) -> None:
             worker.rank,
             worker.start_step,
         )
+
+
+def finish_all() -> None:
+    """Finish all optimizers of this process: other workers wait for them in their rounds."""
+    for optimizer in list(_optimizers):
+        optimizer.finish()
 
 
 def wait_for_all(worker: Worker, timeout: float | None) -> bool:

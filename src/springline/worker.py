@@ -185,14 +185,14 @@ class Worker:
             if self.local.copy is not None:
                 np.copyto(self.local.copy, self.local.x)
             return True
-        if (self._keep_own and changed) or not (changed or first not in (0, mark)):
+        elsewhere = changed or not (self.member.was_sealed or first == mark)
+        if not elsewhere or (self._keep_own and changed):
             return True
-        if changed and first != mark:
+        if changed and (self.start_step or first != mark):
             _log.warning(
-                "Rank %d: the center's values (version %d) replace the weights that were loaded "
-                "since this worker joined. Load them before the first step of the run, or pass "
-                "`keep_own_weights=True` to go on with them.",
-                self.rank,
+                "The center's values (version %d) replace the weights that this worker has loaded. "
+                "To begin a run with loaded weights, load them on all workers. Pass "
+                "`keep_own_weights=True` to go on with this worker's own all the same.",
                 self.center.version,
             )
         self.take_center()

@@ -204,5 +204,5 @@ def test_one_line_says_whose_values_count(directory, caplog):
     assert caplog.records == []
     create(directory, {"v": np.ones(4, np.float32)}).close()
     (record,) = caplog.records
-    assert record.levelname == "INFO"  # what was loaded later is warned of at the first step
+    assert record.levelname == "WARNING"
     assert "at version 0: its values replace this worker's own" in record.getMessage()

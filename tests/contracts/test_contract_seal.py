@@ -13,7 +13,7 @@ from springline.center import Layout
 FIRST = model(w=[[1, 2], [3, 4]], b=[5, 6])
 OTHER = model(w=[[0, 1], [0, 1]], b=[0, 1])
 LOADED = model(w=[[9, 8], [7, 6]], b=[5, 4])
-REPLACED = "replace the weights that were loaded"
+REPLACED = "replace the weights that this worker has loaded"
 
 
 def load(worker, values):

@@ -38,7 +38,7 @@ def test_a_reloaded_checkpoint_does_not_pull_the_center_back(train, run, rule):
     said = train("reload", rule)
     assert center(run) > 45
     assert run.steps() == [60, 60]
-    assert re.search(r"Worker 1: Rank 1: the center's values \(version \d+\) replace", said)
+    assert re.search(r"Worker 1: The center's values \(version \d+\) replace", said)
 
 
 @pytest.mark.parametrize("who", ["all", "0"])

@@ -2,10 +2,18 @@
 
 import pytest
 
-from network import private_network
+from network import inside, new_network
+
+
+@pytest.fixture(scope="session")
+def network():
+    """One for all, since servers are used again."""
+    with new_network() as network:
+        yield network
 
 
 @pytest.fixture(scope="module", autouse=True)
-def network():
-    with private_network():
+def _in_it(network):
+    """Only here: other tests of this process fetch something."""
+    with inside(network):
         yield

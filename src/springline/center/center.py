@@ -76,6 +76,7 @@ class Member(ABC):
 
     rank: int
     start_step: int  # how far this rank had come when it joined; 0 in a new run
+    was_sealed: bool  # whether the center was sealed when it joined
 
     @abstractmethod
     def exchange(self, local: Local) -> None:
@@ -101,8 +102,8 @@ class Member(ABC):
             changed: whether they are others than when it joined.
 
         Returns:
-            None if this worker has sealed the center. Else the mark of the one that has since this
-            worker joined; 0 if it was sealed before.
+            None if this worker has sealed the center. Else the mark of the one that has; 1 if that
+            is not known.
         """
 
     def confirm_finished(self) -> None:

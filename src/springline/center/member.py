@@ -57,7 +57,7 @@ class MemoryMember(Member):
         self.center = center
         self.row = center.memory.ranks[rank]
         self.row[JOINED] = JOINING  # until we are in the rounds, too
-        self._was_sealed = bool(center.sealed)
+        self.was_sealed = bool(center.sealed)
         self.start_step = int(self.row[STEPS])
         self._turn = threading.RLock()  # a signal handler may leave in the middle of an exchange
         self._busy = False
@@ -101,7 +101,7 @@ class MemoryMember(Member):
         They are written in any case: a worker that was killed here may have written some of its.
         """
         self.check_here()
-        if not self._was_sealed:
+        if not self.was_sealed:
             center = self.center
             with center.locks.hold(CREATE):
                 if not center.sealed:
@@ -109,7 +109,7 @@ class MemoryMember(Member):
                     np.copyto(center.memory.center, x)
                     center.memory.head[SEALED] = mark
                     return None
-        return 0 if self._was_sealed else self.center.sealed
+        return self.center.sealed
 
     def barrier(self) -> None:
         """Wait until all ranks have joined and are there at once, or have been before."""

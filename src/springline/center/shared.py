@@ -253,8 +253,10 @@ class SharedCenter(MemoryCenter):
     def _say_whose_values(self, values: Mapping[str, Any]) -> None:
         ours = self.layout.views(self.memory.center)
         if any(not np.array_equal(ours[n], v) for n, v in values.items() if n in ours):
-            _log.info(
-                "Joined the center in %s at version %d: its values replace this worker's own.",
+            _log.log(
+                logging.INFO if self.sealed else logging.WARNING,
+                "Joined the center in %s at version %d: its values replace this worker's own. Give "
+                "all workers the same: the same seed, or the same weights to load.",
                 self.directory,
                 self.version,
             )

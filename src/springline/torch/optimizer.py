@@ -12,8 +12,8 @@ import torch
 
 from springline import run as runs
 from springline.center import Center, LocalCenter
-from springline.checks import true_or_false
-from springline.progress import finish_at_exit
+from springline.checks import seconds, true_or_false
+from springline.progress import finish_all, finish_at_exit, note_optimizer
 from springline.rules.rule import Rule
 from springline.torch import state as worker_state
 from springline.torch.binding import Binding, Mirror, allocator, to_numpy
@@ -72,6 +72,7 @@ class CenterOptimizer(CenterReader):
         self._write_extras()
         if not isinstance(self.worker.center, LocalCenter):
             atexit.register(self._at_exit)
+            note_optimizer(self)
 
     def _attach(self, run: runs.Run, center: Center | MakeCenter | str | Path | None) -> None:
         """Make the worker and give the model's tensors their places in its flat buffers."""
@@ -214,7 +215,9 @@ class CenterOptimizer(CenterReader):
             True on one rank, the lowest that has finished: the one that evaluates, with
             `center_weights`, the center of them all.
         """
+        seconds(timeout)
         self.finish()
+        finish_all()  # another optimizer of this script: its other workers may wait for it
         return self.worker.final(timeout)
 
     def _at_exit(self) -> None:

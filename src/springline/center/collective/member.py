@@ -50,7 +50,7 @@ class CollectiveMember(Member):
         self.rank = center.group.rank
         self.start_step = center.rows[self.rank].steps
         self.left = False
-        self._was_sealed = bool(center.sealed)
+        self.was_sealed = bool(center.sealed)
         self._steps = self.start_step
         self._seconds = 0.0
         self._turn = threading.RLock()  # a signal handler may come in the middle of an exchange
@@ -85,8 +85,8 @@ class CollectiveMember(Member):
 
     def seal(self, x: Bytes, mark: int, changed: bool) -> int | None:
         """Let all ranks take rank 0's values at the first step; every rank is called."""
-        if self._was_sealed:
-            return 0
+        if self.was_sealed:
+            return self.center.sealed
         return self._seal(x, mark, changed)
 
     def _seal(self, x: Bytes | None, mark: int = 0, changed: bool = False) -> int | None:

@@ -53,7 +53,7 @@ class ServedMember(Member):
         self.left = False
         self._leaver = 0  # the thread that has left
         self._problem: CenterError | None = None  # why we are no member any more
-        self._was_sealed = bool(self.ask_head("sealed"))
+        self.was_sealed = bool(self.ask_head("sealed"))
         self._incarnation, row, _ = self.ask_head("join", rank, None)
         self.start_step = row.steps
         self._row = Row(self._incarnation, 0, row.steps, row.exchanges, row.seconds)
@@ -99,8 +99,8 @@ class ServedMember(Member):
 
     def seal(self, x: Bytes, mark: int, changed: bool) -> int | None:
         """Give a new center this worker's values: to all shards, under a lease of the head's."""
-        if self._was_sealed:
-            return 0
+        if self.was_sealed:
+            return int(self.ask_head("sealed"))
         if changed:
             check_finite(self.center.layout, self.center.layout.views(x))
         lease = 0
