@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from clustered import ClusterRun
 from safetensors.numpy import load_file
+from test_results import LEAST
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("ordinary.py")
@@ -36,7 +37,7 @@ def center(run):
 @pytest.mark.parametrize("rule", ["average", "elastic"])
 def test_a_reloaded_checkpoint_does_not_pull_the_center_back(train, run, rule):
     said = train("reload", rule)
-    assert center(run) > 45
+    assert center(run) > LEAST[rule]
     assert run.steps() == [60, 60]
     assert re.search(r"Worker 1: The center's values \(version \d+\) replace", said)
 

@@ -10,6 +10,8 @@ from safetensors.numpy import load_file
 from marks import slow
 from springline.center.checkpoint import describe
 
+# What the center comes to at least; with what rank 1 reloads it would be 30 and less.
+LEAST = {"average": 45, "elastic": 38}
 SCRIPT = Path(__file__).with_name("ordinary.py")
 
 
@@ -35,7 +37,7 @@ def center(run):
 def test_a_reloaded_checkpoint_does_not_pull_the_center_back(train, run, center, rule):
     """Rank 1 is killed at step 40 and reloads what it had saved at step 5."""
     said = train("reload", rule)
-    assert center() > 45
+    assert center() > LEAST[rule]
     assert run.steps() == [60, 60]
     warning = r"The center's values \(version \d+\) replace the weights that this worker has loaded"
     assert len(re.findall(warning, run.log(1))) == 1
