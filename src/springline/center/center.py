@@ -107,7 +107,7 @@ class Member(ABC):
         """
 
     def confirm_finished(self) -> None:
-        """Say again that this worker has finished, where that may have been forgotten."""
+        """Report again that this worker has finished; idempotent. For a head that was restarted."""
 
     @abstractmethod
     def leave(self, finished: bool = False) -> None:

@@ -81,8 +81,9 @@ def no_checkpoint(directory: Path, path: Path) -> CenterError:
             "in the memory of the other only. Copy it again when it has a checkpoint."
         )
     return CenterError(
-        f"The memory of the center in {directory} is gone (was the machine restarted?) and there "
-        "is no checkpoint. Remove the directory, or start in a new one."
+        f"The memory of the center in {directory} is gone and there is no checkpoint. Was the "
+        "machine restarted? Or was the directory copied or moved while its run was going on? The "
+        "center is with the other one then. Start in a new directory."
     )
 
 

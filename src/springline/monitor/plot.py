@@ -151,8 +151,8 @@ def _columns(timeline: Timeline) -> list[_Column]:
     if any(series.step.any() for series in timeline.metrics.values()):
         columns.append(_Column(_STEPS, lambda series: series.step.astype(float)))
     if timeline.nbytes(ends).any():
-        place = lambda series: timeline.nbytes(series.time)  # noqa: E731
-        columns.append(_Column(_BYTES, place, timeline.nbytes(breaks)))
+        bytes_at = timeline.nbytes(breaks)
+        columns.append(_Column(_BYTES, lambda series: timeline.nbytes(series.time), bytes_at))
     return columns
 
 
