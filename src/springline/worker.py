@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 from springline import checks, progress, run
 from springline.arrays import InPlace
 from springline.center.center import Center, Local
+from springline.center.errors import CenterError
 from springline.center.layout import Bytes, Layout, aligned_zeros
 from springline.center.local import LocalCenter
 from springline.replicas import Replicas
 from springline.rules.rule import Rule
+from springline.signals import deferred
 
 Array = NDArray[Any]
 MakeCenter = Callable[[Layout, Rule, Mapping[str, Array], float | None], Center]
@@ -96,7 +98,9 @@ class Worker:
         elif callable(center):
             center = center(self.layout, rule, values, timeout)
         elif not isinstance(center, Center):
-            center = run.create_or_join(center, rank, self.layout, rule, values, use_locking)
+            center = run.create_or_join(
+                center, rank, self.layout, rule, values, use_locking, timeout
+            )
         else:
             center.check_layout(self.layout)
         self.center = center
@@ -239,11 +243,17 @@ class Worker:
     def exchange(self) -> None:
         """Exchange with the center now."""
         self._check_observed()
-        self._mark_exchanged(self.local)
-        try:
-            self.exchange_with(self.local)
-        finally:  # also what was exchanged before a block was refused
-            self._narrow_down()
+        before = self.exchanged_at
+        with deferred():
+            self._mark_exchanged(self.local)
+            try:
+                self.exchange_with(self.local)
+            except BaseException as error:
+                if not (isinstance(error, CenterError) or self.rule.accumulates):
+                    self.exchanged_at = before  # interrupted: it is still to be made
+                raise
+            finally:  # also what was exchanged before a block was refused
+                self._narrow_down()
 
     def exchange_with(self, local: Local) -> None:
         """Exchange what `local` holds: the worker's own buffers or a snapshot of them."""

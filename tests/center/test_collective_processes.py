@@ -107,7 +107,7 @@ def test_who_is_waited_for_is_named(start, tmp_path):
         pipe.send("step")
     for rank, pipe in enumerate(pipes[:2]):
         said = pipe.recv()
-        assert said.startswith(f"Rank {rank} waits for round 1 since "), said
+        assert said.startswith(f"Rank {rank} waits for the first step since "), said
         assert said.endswith(" s; missing: rank 2."), said
     os.kill(lives[2][0].pid, signal.SIGCONT)
     for pipe in pipes:
@@ -167,9 +167,9 @@ def test_ctrl_c_is_heard_while_a_rank_waits(start, tmp_path):
     pipes = [pipe for _, pipe in lives]
     assert [pipe.recv() for pipe in pipes] == ["ready"] * WORKERS
     pipes[0].send("step")
-    assert "Rank 0 waits for round 1" in pipes[0].recv()
+    assert "Rank 0 waits for the first step" in pipes[0].recv()
     os.kill(lives[0][0].pid, signal.SIGINT)
-    while "waits for round 1" in (said := pipes[0].recv()):
+    while "waits for the first step" in (said := pipes[0].recv()):
         continue  # another warning
     assert said.startswith("KeyboardInterrupt"), said
     pipes[0].send("step")

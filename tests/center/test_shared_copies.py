@@ -121,16 +121,31 @@ def test_one_directory_under_two_names_is_one_center(directory, memories):
     assert len(memories(directory)) == 1
 
 
-def test_memory_without_an_owner_is_never_mapped_or_removed(directory, tmp_path):
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../../photos/x.jpg",
+        "{photos}/x.jpg",
+        "/dev/shm/other/center.memory",
+        "/dev/shm/springline-12345678/../../x",
+        "/dev/shm/springline-12345678/x",
+        "springline-12345678/center.memory",
+        "",
+        7,
+        None,
+    ],
+)
+def test_a_layout_names_no_file_but_a_centers_memory(directory, tmp_path, name):
     """As if somebody had written a layout.json that names a file of ours."""
     train(directory, 1).close()
     photos = tmp_path / "photos"
     photos.mkdir()
     (photos / "x.jpg").write_bytes(bytes(1 << 20))
     values = json.loads((directory / "layout.json").read_text())
-    (directory / "layout.json").write_text(json.dumps(values | {"memory": "../photos/x.jpg"}))
+    name = name.format(photos=photos) if isinstance(name, str) else name
+    (directory / "layout.json").write_text(json.dumps(values | {"memory": name}))
     for attempt in (create, SharedCenter.open):
-        with pytest.raises(CenterError, match="no checkpoint"):
+        with pytest.raises(CenterError, match=r"layout.json is damaged: .* no memory of a center"):
             attempt(directory)
     assert (photos / "x.jpg").read_bytes() == bytes(1 << 20)
 

@@ -110,7 +110,7 @@ def test_a_file_system_without_record_locks_is_named(directory, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(fcntl, "lockf", refuse)
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
     with pytest.raises(CenterError, match=r"refused a record lock \(No locks.*local file system"):
         create(directory)
     assert [p.name for p in directory.iterdir()] == ["lock"]

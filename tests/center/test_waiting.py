@@ -1,17 +1,18 @@
 """Waiting is never silent, and locks behave."""
 
-import errno
-import fcntl
-import itertools
+import contextlib
+import os
 
 import pytest
 
 from springline.center import RoundTimeoutError, waiting
-from springline.center.locks import RANK, RecordLocks, ThreadLocks
+from springline.center.locks import RANK, SHARD, RecordLocks, ThreadLocks
 
 
 def test_a_long_wait_says_for_whom_again_and_again(monkeypatch, caplog):
+    monkeypatch.setattr(waiting, "WARN_AFTER", 0.05)
     monkeypatch.setattr(waiting, "WARN_EVERY", 0.05)
+    monkeypatch.setattr(waiting, "_warned", [])
     missing = {3, 1}
 
     def done():
@@ -27,8 +28,8 @@ def test_a_long_wait_says_for_whom_again_and_again(monkeypatch, caplog):
     assert third.endswith(": rank 3")
 
 
-def test_the_first_warning_comes_after_half_a_minute():
-    assert waiting.WARN_EVERY == 30
+def test_the_first_warning_comes_after_five_seconds_then_one_every_half_minute():
+    assert (waiting.WARN_AFTER, waiting.WARN_EVERY) == (5, 30)
 
 
 def test_a_timeout_says_for_whom():
@@ -46,7 +47,7 @@ def locks(request, tmp_path):
     if request.param == "threads":
         yield ThreadLocks()
     else:
-        locks = RecordLocks.of(tmp_path / "lock")
+        locks = RecordLocks(tmp_path / "lock")
         yield locks
         locks.close()
 
@@ -69,24 +70,29 @@ def test_a_lock_is_given_back_after_an_error(locks):
     assert locks.take(0)
 
 
-def test_a_process_has_one_descriptor_per_lock_file(tmp_path):
-    one, two = RecordLocks.of(tmp_path / "lock"), RecordLocks.of(tmp_path / "lock")
-    assert one is two
-    one.close()
-    assert two.take(0)
+def test_two_users_of_a_lock_file_exclude_each_other_in_one_process_too(tmp_path):
+    one, two = RecordLocks(tmp_path / "lock"), RecordLocks(tmp_path / "lock")
+    assert one.take(RANK)
+    assert not two.take(RANK)
+    assert two.held(RANK)
+    assert two.holder(RANK) == os.getpid()
     two.close()
-    assert RecordLocks.of(tmp_path / "lock").close() is None
+    assert one.held(RANK)
+    one.close()
+    with contextlib.closing(RecordLocks(tmp_path / "lock")) as three:
+        assert three.holder(RANK) is None
+        assert three.take(RANK)
 
 
-def test_what_only_looks_like_a_deadlock_is_tried_again(tmp_path, monkeypatch):
-    locks, lockf, calls = RecordLocks.of(tmp_path / "lock"), fcntl.lockf, itertools.count()
+def test_a_lock_is_not_waited_for_beyond_the_timeout(locks):
+    assert locks.take(SHARD + 3)
+    words = "Waited 0.01 s for part 3 of the center; missing: another thread of this process"
+    with pytest.raises(RoundTimeoutError, match=words), locks.hold(SHARD + 3, 0.01):
+        pass
 
-    def seldom(*args):
-        if next(calls) < 3:
-            raise OSError(errno.EDEADLK, "Resource deadlock avoided")
-        return lockf(*args)
 
-    monkeypatch.setattr(fcntl, "lockf", seldom)
-    with locks.hold(0):
-        assert next(calls) == 4
-    locks.close()
+def test_a_lock_file_that_is_a_link_is_refused(tmp_path):
+    (tmp_path / "target").touch()
+    (tmp_path / "lock").symlink_to(tmp_path / "target")
+    with pytest.raises(OSError, match="symbolic links"):
+        RecordLocks(tmp_path / "lock")

@@ -40,7 +40,7 @@ def launch(run, *states, restarts=(), starts=(), started=START, **values):
 def launcher_alive(run):
     """Hold what a launcher holds for as long as it lives."""
     run.mkdir(parents=True, exist_ok=True)
-    lock = RecordLocks.of(run / "lock")
+    lock = RecordLocks(run / "lock")
     lock.take(0)
     try:
         yield

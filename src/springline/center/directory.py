@@ -10,10 +10,10 @@ from pathlib import Path
 from springline import files
 from springline.center.errors import CenterError
 from springline.center.locks import RecordLocks
-from springline.center.place import LOCK_NAME, MEMORY_NAME, owner_of
+from springline.center.place import LOCK_NAME, MEMORY_NAME, named, owner_of
 from springline.center.plan import Plan
 
-FORMAT = 1
+FORMAT = 2
 LAYOUT_NAME = "layout.json"
 
 
@@ -67,7 +67,7 @@ def read_layout(directory: Path) -> tuple[Plan, Path] | None:
             "Start in a new directory."
         )
     try:
-        return Plan.from_json(values["plan"]), directory / values["memory"]
+        return Plan.from_json(values["plan"]), named(values["memory"], directory)
     except (KeyError, TypeError, ValueError) as error:
         raise CenterError(f"{directory / LAYOUT_NAME} is damaged: {error!r}.") from error
 
@@ -96,6 +96,6 @@ def memory_of(directory: Path) -> Path | None:
 def open_locks(directory: Path) -> RecordLocks:
     """Return this process's locks of a center."""
     try:
-        return RecordLocks.of(directory / LOCK_NAME)
+        return RecordLocks(directory / LOCK_NAME)
     except OSError as error:
         raise CenterError(f"Cannot open {directory / LOCK_NAME}: {error.strerror}.") from error

@@ -5,87 +5,111 @@ A lock is a number. Shards, ranks and the few others have ranges of their own.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import struct
 import sys
 import threading
-import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from springline.center.errors import CenterError
+from springline.center.waiting import describe_process, describe_rank, wait_until
+from springline.signals import deferred
 
 if sys.platform != "win32":  # `SharedCenter` says so before it gets here
     import fcntl
 
-CREATE, ROUND, CHECKPOINT, KEEPER = 0, 1, 2, 3
-SHARD, RANK = 1 << 20, 1 << 30
+CREATE, ROUND, CHECKPOINT, KEEPER = range(4)
+SHARD, RANK = 1 << 6, 1 << 12
+_NAMES = {
+    CREATE: "the center, which is being made or joined",
+    ROUND: "the list of the round",
+    CHECKPOINT: "the checkpoint that is being written",
+}
 
 
 class Locks(ABC):
-    """Exclusive locks between the threads and processes that share a center."""
+    """Exclusive locks between the threads and processes that share a center.
+
+    They are asked for again and again, never waited for in the kernel: a wait can then tell for
+    whom, end after a time, and hear a Ctrl-C.
+    """
 
     def __init__(self) -> None:
-        self._threads: dict[int, threading.Lock] = {}
+        self._guard = threading.Lock()
         self._ours: set[int] = set()
 
-    @contextmanager
-    def hold(self, number: int) -> Iterator[None]:
-        """Wait for a lock and hold it."""
-        self._acquire(number, block=True)
-        try:
-            yield
-        finally:
-            self.release(number)
+    @contextlib.contextmanager
+    def hold(self, number: int, timeout: float | None = None) -> Iterator[None]:
+        """Wait for a lock and hold it; no signal handler runs meanwhile.
+
+        Raises:
+            RoundTimeoutError: others have kept it for longer than `timeout` seconds.
+        """
+        with deferred():
+            if not self.take(number):
+                what = _NAMES.get(number) or f"part {number - SHARD} of the center"
+                wait_until(lambda: self.take(number), lambda: [self.who(number)], timeout, what)
+            try:
+                yield
+            finally:
+                self.release(number)
 
     def take(self, number: int) -> bool:
         """Take a lock if it is free."""
-        return self._acquire(number, block=False)
+        with deferred(), self._guard:
+            if number in self._ours or not self._take_from_others(number):
+                return False
+            self._ours.add(number)
+            return True
 
     def release(self, number: int) -> None:
         """Give a lock back."""
-        self._ours.discard(number)
-        self._give_back(number)
-        self._threads[number].release()
+        with deferred(), self._guard:
+            self._give_back(number)
+            self._ours.discard(number)
 
     def held(self, number: int) -> bool:
         """Whether anybody, this process included, holds a lock. Never takes it."""
         return number in self._ours or self.held_elsewhere(number)
 
-    def _acquire(self, number: int, block: bool) -> bool:
-        thread = self._threads.get(number) or self._threads.setdefault(number, threading.Lock())
-        if not thread.acquire(blocking=block):
-            return False
-        try:
-            taken = self._take_from_others(number, block)
-        except BaseException:
-            thread.release()
-            raise
-        if taken:
-            self._ours.add(number)
-        else:
-            thread.release()
-        return taken
+    def holder(self, number: int) -> int | None:
+        """Return the process that holds a lock, as far as that is known."""
+        return os.getpid() if number in self._ours else None
+
+    def who(self, number: int) -> str:
+        """Return who holds a lock, as far as that is known, and what it is doing."""
+        process = self.holder(number)
+        if process in (None, os.getpid()):
+            return "another thread of this process" if process else "nobody any more"
+        return self._name(process)
+
+    def _name(self, process: int) -> str:
+        return describe_process(process)
 
     @abstractmethod
-    def _take_from_others(self, number: int, block: bool) -> bool: ...
+    def _take_from_others(self, number: int) -> bool: ...
 
     @abstractmethod
     def _give_back(self, number: int) -> None: ...
 
     @abstractmethod
     def held_elsewhere(self, number: int) -> bool:
-        """Whether another process holds a lock."""
+        """Whether another holds a lock: another process, or another user of the file in ours."""
 
 
 class ThreadLocks(Locks):
     """Locks between the threads of one process."""
 
-    def _take_from_others(self, number: int, block: bool) -> bool:
+    def _take_from_others(self, number: int) -> bool:
         return True
 
     def _give_back(self, number: int) -> None:
@@ -97,83 +121,81 @@ class ThreadLocks(Locks):
 
 
 class RecordLocks(Locks):
-    """Record locks on the bytes of a file.
+    """Record locks on the bytes of a file, which the kernel releases when their process dies.
 
-    The kernel releases them at once when their process dies, whatever children it had forked.
-    Their two traps: threads of one process do not exclude each other (so there is a thread lock
-    too), and closing *any* descriptor of the file drops them all (so a process has one object and
-    one descriptor per file, closed when its last user is gone).
+    They belong to the open file (OFD locks), not to the process: whoever else reads the file, in
+    this process too, takes nothing from them. What a process forks would keep them alive, so a
+    forked child closes its copy before it does anything else; what is started by `exec` has none.
+
+    A lock's holder writes its process id into the file, so that others can tell whom they wait for;
+    a shard's, which is locked in every exchange, into `holders`.
     """
 
-    _open: ClassVar[dict[tuple[int, int], RecordLocks]] = {}
-    _guard: ClassVar[threading.Lock] = threading.Lock()
+    _all: ClassVar[weakref.WeakSet[RecordLocks]] = weakref.WeakSet()
     _FLOCK: ClassVar[struct.Struct] = struct.Struct("hhqqi4x")  # Linux, 64 bit
+    _ID: ClassVar[struct.Struct] = struct.Struct("q")
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__()
-        self._fd = fd
-        self._users = 0
-
-    @classmethod
-    def of(cls, path: Path) -> RecordLocks:
-        """Return this process's locks on the file `path`, which is made if need be."""
-        with cls._guard:
-            try:
-                status = path.stat()
-                known = cls._open.get((status.st_dev, status.st_ino))
-            except FileNotFoundError:
-                known = None
-            if known is None:
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-                status = os.fstat(fd)
-                known = cls._open.setdefault((status.st_dev, status.st_ino), cls(fd))
-            known._users += 1
-            return known
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._fd = os.open(path, flags, 0o600)
+        self.holders: NDArray[np.int64] | None = None  # of the shards, in the center's memory
+        self._all.add(self)
 
     def close(self) -> None:
-        """Give up one use of the file; the last one closes it."""
-        with self._guard:
-            self._users -= 1
-            if self._users == 0:
-                for key in [key for key, locks in self._open.items() if locks is self]:
-                    del self._open[key]  # a forked child has none
-                os.close(self._fd)
-
-    def _take_from_others(self, number: int, block: bool) -> bool:
-        mode = fcntl.LOCK_EX if block else fcntl.LOCK_EX | fcntl.LOCK_NB
-        while True:
-            try:
-                fcntl.lockf(self._fd, mode, 1, number)
-            except OSError as error:
-                if error.errno == errno.EDEADLK:
-                    # The kernel thinks in processes: two threads here and two there, each holding
-                    # one lock and waiting for another, look like a deadlock and are none.
-                    time.sleep(0.001)
-                elif not block and error.errno in (errno.EACCES, errno.EAGAIN):
-                    return False
-                else:
-                    raise CenterError(
-                        f"The file system refused a record lock ({error.strerror}). Put the run "
-                        "on a local file system, or mount this one with locking."
-                    ) from error
-            else:
-                return True
-
-    def _give_back(self, number: int) -> None:
-        fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, number)
+        """Give up all locks, and the file."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def held_elsewhere(self, number: int) -> bool:
-        """Whether another process holds a lock."""
-        question = self._FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0)
-        answer = fcntl.fcntl(self._fd, fcntl.F_GETLK, question)
-        return bool(self._FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+        """Whether another process holds a lock, or another user of the file in this one."""
+        return bool(self._ask(fcntl.F_OFD_GETLK, fcntl.F_WRLCK, number) != fcntl.F_UNLCK)
+
+    def holder(self, number: int) -> int | None:
+        """Return the process that holds a lock, as far as that is known."""
+        if not self.held(number):
+            return None
+        if self.holders is not None and SHARD <= number < RANK:
+            return int(self.holders[number - SHARD]) or None
+        text = os.pread(self._fd, self._ID.size, self._ID.size * number)
+        return int(self._ID.unpack(text)[0]) if len(text) == self._ID.size else None
+
+    def _name(self, process: int) -> str:
+        ranks = os.fstat(self._fd).st_size // self._ID.size - RANK
+        rank = next((r for r in range(ranks) if self.holder(RANK + r) == process), None)
+        return describe_process(process) if rank is None else describe_rank(rank, process)
+
+    def _take_from_others(self, number: int) -> bool:
+        try:
+            self._ask(fcntl.F_OFD_SETLK, fcntl.F_WRLCK, number)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                return False
+            raise CenterError(
+                f"The file system refused a record lock ({error.strerror}). Put the run "
+                "on a local file system, or mount this one with locking."
+            ) from error
+        if self.holders is not None and SHARD <= number < RANK:
+            self.holders[number - SHARD] = os.getpid()
+            return True
+        with contextlib.suppress(OSError):  # a full disk: others cannot tell who it is
+            os.pwrite(self._fd, self._ID.pack(os.getpid()), self._ID.size * number)
+        return True
+
+    def _give_back(self, number: int) -> None:
+        self._ask(fcntl.F_OFD_SETLK, fcntl.F_UNLCK, number)
+
+    def _ask(self, command: int, kind: int, number: int) -> int:
+        question = self._FLOCK.pack(kind, os.SEEK_SET, number, 1, 0)
+        return int(self._FLOCK.unpack(fcntl.fcntl(self._fd, command, question))[0])
 
 
-def _forget_in_child() -> None:
-    # A forked child has its parent's descriptors but none of its locks.
-    RecordLocks._open = {}
-    RecordLocks._guard = threading.Lock()
+def _close_in_child() -> None:
+    for locks in list(RecordLocks._all):
+        locks.close()
+    RecordLocks._all.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_in_child)
+    os.register_at_fork(after_in_child=_close_in_child)

@@ -6,9 +6,12 @@ block by block, so that a block is still in cache when it is merged and adopted.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import threading
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,24 +28,33 @@ from springline.center.blocks import (
 from springline.center.center import Local, Member, check_finite
 from springline.center.errors import CenterError, NonFiniteError
 from springline.center.layout import Bytes
-from springline.center.locks import CREATE
+from springline.center.locks import CREATE, SHARD
 from springline.center.plan import (
     EXCHANGES,
     FINISHED,
     HERE,
     JOINED,
     JOINING,
+    LAST,
+    LEFT_OUT,
     NANOSECONDS,
     SEALED,
     STARTED,
     STEPS,
 )
 from springline.center.rounds import Rounds
-from springline.center.waiting import wait_until
+from springline.center.waiting import WARN_EVERY, is_stopped, wait_until
 from springline.rules.rule import Rule
+from springline.signals import deferred
 
 if TYPE_CHECKING:
     from springline.center.memory import MemoryCenter
+
+# Seconds that an exchange waits for parts which others have locked: if their holders are stopped,
+# if they do not seem to be (frozen, perhaps), and if it was left without them the last time.
+_STOPPED, _LONGEST, _AGAIN = 0.1, 10.0, 0.01
+_PAUSE, _LONGEST_PAUSE = 50e-6, 5e-3  # between two looks at them
+_log = logging.getLogger("springline")
 
 
 class MemoryMember(Member):
@@ -59,8 +71,10 @@ class MemoryMember(Member):
         self.row[JOINED] = JOINING  # until we are in the rounds, too
         self.was_sealed = bool(center.sealed)
         self.start_step = int(self.row[STEPS])
-        self._turn = threading.RLock()  # a signal handler may leave in the middle of an exchange
+        self._turn = threading.RLock()  # a signal handler may leave while an exchange waits
         self._busy = False
+        self._locked: set[int] = set()  # parts that the last exchange was left without
+        self._warned_at = 0.0
         self.left = False
         self._bound: Local | None = None
         self._shards: list[list[Block]] = []
@@ -74,7 +88,7 @@ class MemoryMember(Member):
 
     def exchange(self, local: Local) -> None:
         """Exchange with the center; two threads of a worker take turns."""
-        with self._turn:
+        with self._in_turn():
             self.check_here()
             if self._busy:
                 raise CenterError(f"Rank {self.rank} is in the middle of an exchange.")
@@ -93,6 +107,7 @@ class MemoryMember(Member):
                 local.forget_gradients()
             self.row[STEPS] = local.steps
             self.row[NANOSECONDS] += time.perf_counter_ns() - start
+            self.row[LAST] = time.monotonic()
             self.row[EXCHANGES] += 1
 
     def seal(self, x: Bytes, mark: int, changed: bool) -> int | None:
@@ -103,7 +118,7 @@ class MemoryMember(Member):
         self.check_here()
         if not self.was_sealed:
             center = self.center
-            with center.locks.hold(CREATE):
+            with center.locks.hold(CREATE, self.timeout):
                 if not center.sealed:
                     check_finite(center.layout, center.layout.views(x))
                     np.copyto(center.memory.center, x)
@@ -115,9 +130,9 @@ class MemoryMember(Member):
         """Wait until all ranks have joined and are there at once, or have been before."""
         head, ranks = self.center.memory.head, self.center.memory.ranks
 
-        def missing() -> set[int]:
+        def missing() -> list[str]:
             here = {rank for rank in self.center.members() if ranks[rank, JOINED] == HERE}
-            return set(range(self.center.plan.workers)) - here
+            return [self.center.who(r) for r in range(self.center.plan.workers) if r not in here]
 
         def done() -> bool:
             if not head[STARTED] and not missing():
@@ -128,13 +143,14 @@ class MemoryMember(Member):
 
     def leave(self, finished: bool = False) -> None:
         """Give the rank back, once. An exchange that waits for others ends with an error."""
-        if self.left or os.getpid() != self.center._process:
+        if os.getpid() != self.center._process:
             return
-        self.left = True
-        if finished:
-            self.row[JOINED] = FINISHED
-        with self._turn:
-            self.center.forget(self)
+        with deferred():
+            if finished and not self.left:
+                self.row[JOINED] = FINISHED
+            self.left = True
+            with self._in_turn():
+                self.center.forget(self)
 
     def check_here(self) -> None:
         """Refuse to exchange when no longer a member."""
@@ -142,11 +158,75 @@ class MemoryMember(Member):
             raise CenterError(f"Rank {self.rank} has left the center; join again to exchange.")
         self.center.check_process()
 
+    @contextlib.contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """Wait for this worker's other thread; no signal handler runs meanwhile."""
+        with deferred():
+            wait_until(
+                lambda: self._turn.acquire(blocking=False),
+                lambda: ["another thread of this process"],
+                None,
+                "this worker's own exchange",
+            )
+            try:
+                yield
+            finally:
+                self._turn.release()
+
     def _exchange(self, local: Local) -> None:
-        for k, blocks in enumerate(self._shards):
-            with self.center.shard_lock(k):
-                for block in blocks:
-                    self._swap(block, local)
+        """Exchange shard by shard, those first that nobody else has locked.
+
+        What others keep locked for longer than a process that runs ever does is left out: its
+        holder is stopped. Next time there is hardly a wait for it.
+        """
+        n, start, pause = len(self._shards), time.monotonic(), _PAUSE
+        first = self.rank * n // self.center.plan.workers
+        todo = [(first + k) % n for k in range(n)]
+        while todo:
+            busy = [k for k in todo if not self._exchange_shard(k, local)]
+            if len(busy) < len(todo):
+                todo, start = busy, time.monotonic()
+            elif self._in_vain(todo, time.monotonic() - start):
+                break
+            else:
+                time.sleep(pause)
+                pause = min(1.3 * pause, _LONGEST_PAUSE)
+        self._leave_out(todo)
+
+    def _in_vain(self, shards: list[int], waited: float) -> bool:
+        """Whether to wait no longer for shards that others have locked."""
+        if waited > _LONGEST or (waited > _AGAIN and self._locked.issuperset(shards)):
+            return True
+        holders = (self.center.locks.holder(SHARD + k) for k in shards)
+        return waited > _STOPPED and all(is_stopped(process) for process in holders)
+
+    def _exchange_shard(self, k: int, local: Local) -> bool:
+        locks = self.center.locks if self.center.plan.use_locking else None
+        if locks and not locks.take(SHARD + k):
+            return False
+        try:
+            for block in self._shards[k]:
+                self._swap(block, local)
+        finally:
+            if locks:
+                locks.release(SHARD + k)
+        return True
+
+    def _leave_out(self, shards: list[int]) -> None:
+        self._locked = set(shards)
+        if not shards:
+            return
+        self.row[LEFT_OUT] += len(shards)
+        now = time.monotonic()
+        if now > self._warned_at + WARN_EVERY:
+            self._warned_at = now
+            _log.warning(
+                "%d of %d parts of the center are left out of this worker's exchanges: they are "
+                "locked by %s.",
+                len(shards),
+                len(self._shards),
+                self.center.locks.who(SHARD + shards[0]),
+            )
 
     def _swap(self, block: Block, local: Local) -> None:
         """Contribute, merge and adopt one block."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -22,13 +23,17 @@ from springline.center.plan import (
     EXCHANGES,
     FINISHED,
     JOINED,
+    LAST,
+    LEFT_OUT,
     NANOSECONDS,
     SEALED,
     STEPS,
     Memory,
     Plan,
 )
+from springline.center.waiting import describe_rank
 from springline.rules.rule import Rule
+from springline.signals import deferred
 
 
 class MemoryCenter(Center):
@@ -43,6 +48,7 @@ class MemoryCenter(Center):
         self.locks = locks
         self._process = os.getpid()
         self._closed = False
+        self.timeout: float | None = None  # seconds to wait for a lock
         self._members: list[MemoryMember] = []
 
     @property
@@ -66,13 +72,28 @@ class MemoryCenter(Center):
         return [int(rank) for rank in np.flatnonzero(self.memory.ranks[:, JOINED] == FINISHED)]
 
     @property
+    def left_out(self) -> int:
+        """How many parts exchanges have left out, since others kept them locked."""
+        return int(self.memory.ranks[:, LEFT_OUT].sum())
+
+    @property
     def sealed(self) -> int:
         """How the center was sealed: a mark, or 1 if that is not known; 0 if it is not."""
         return int(self.memory.head[SEALED]) or int(self.version > 0)
 
     def shard_lock(self, shard: int) -> AbstractContextManager[None]:
         """Hold a shard's lock, if this center has locks."""
-        return self.locks.hold(SHARD + shard) if self.plan.use_locking else nullcontext()
+        if not self.plan.use_locking:
+            return nullcontext()
+        return self.locks.hold(SHARD + shard, self.timeout)
+
+    def who(self, rank: int) -> str:
+        """Return a rank, and what its process is doing."""
+        process, last = self.locks.holder(RANK + rank), int(self.memory.ranks[rank, LAST])
+        if process is None:
+            return f"rank {rank} (not there)"
+        ago = f", no exchange for {max(0.0, time.monotonic() - last):.0f} s" if last else ""
+        return describe_rank(rank, process, ago)
 
     def read(self, out: Bytes | None = None) -> Bytes:
         """Copy the center, consistent per shard, into a flat buffer."""
@@ -95,21 +116,23 @@ class MemoryCenter(Center):
         """Become the worker of that rank."""
         self.check_process()
         self.check_join(rank, rule, timeout)
-        if not self.locks.take(RANK + rank):
-            raise rank_in_use(rank, self.members())
-        try:
-            member = MemoryMember(self, int(rank), rule, timeout)
-        except BaseException:
-            self.locks.release(RANK + rank)
-            raise
-        self._members.append(member)
-        return member
+        self.timeout = timeout if self.timeout is None else self.timeout
+        with deferred():
+            if not self.locks.take(RANK + rank):
+                raise rank_in_use(rank, self.members())
+            try:
+                member = MemoryMember(self, int(rank), rule, timeout)
+            except BaseException:
+                self.locks.release(RANK + rank)
+                raise
+            self._members.append(member)
+            return member
 
     def save(self, path: str | Path) -> None:
         """Write a checkpoint; two processes that save at once take turns."""
         self.check_process()
         center, state = self.layout.allocate(), np.zeros_like(self.memory.state)
-        with self.locks.hold(CHECKPOINT):
+        with self.locks.hold(CHECKPOINT, self.timeout):
             self.check_current()
             version, steps = self.version, [rank.steps for rank in self.progress()]
             self._copy(center, state)
@@ -148,6 +171,7 @@ class MemoryCenter(Center):
             )
 
     def forget(self, member: MemoryMember) -> None:
-        """Give a member's rank back."""
-        self._members.remove(member)
-        self.locks.release(RANK + member.rank)
+        """Give a member's rank back, once."""
+        if member in self._members:
+            self._members.remove(member)
+            self.locks.release(RANK + member.rank)

@@ -18,6 +18,8 @@ import contextlib
 import errno
 import mmap
 import os
+import re
+import stat
 import sys
 import tempfile
 import time
@@ -36,19 +38,37 @@ TMPFS = Path("/dev/shm")  # noqa: S108 - directories there get unguessable names
 MEMORY_NAME, LOCK_NAME = "center.memory", "lock"
 _OWNER, _IDENTITY, _MISSING = "run", "identity", "missing"
 _NAMES = MEMORY_NAME, _OWNER, f".{_OWNER}", _IDENTITY, _MISSING
+_HOME = re.compile(r"springline-[a-z0-9_]{8}\Z")  # as `mkdtemp` makes them
 _GRACE = 24 * 3600.0  # seconds that memory outlives a directory which was moved, or removed
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def map_memory(path: Path, nbytes: int) -> Bytes:
     """Map a center's memory."""
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        if os.fstat(fd).st_size < nbytes:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
+            raise CenterError(f"{path} is not ours: it belongs to another user, or is no file.")
+        if status.st_size < nbytes:
             raise CenterError(f"{path} is shorter than the center it should hold.")
         return _map(fd, nbytes)
     finally:
         os.close(fd)
+
+
+def named(name: object, directory: Path) -> Path:
+    """Return the memory that a center's directory names, if it is one of those that we make.
+
+    Raises:
+        ValueError: it is not. Whoever wrote it may want us to write to, or remove, another file.
+    """
+    if name == MEMORY_NAME:
+        return directory / MEMORY_NAME
+    path = Path(name) if isinstance(name, str) else Path()
+    if path.name != MEMORY_NAME or path.parent.parent != TMPFS or not _HOME.match(path.parent.name):
+        raise ValueError(f"{name!r} is no memory of a center")
+    return path
 
 
 def new_memory(directory: Path, nbytes: int) -> tuple[Path, Bytes]:
@@ -195,7 +215,7 @@ def _stays_mapped(memory: Path) -> bool:
 
 def _is_mapped(memory: Path) -> bool:
     try:
-        fd = os.open(memory, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(memory, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         return False
     try:

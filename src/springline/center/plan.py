@@ -25,7 +25,8 @@ PAGE = 4096
 Spec = tuple[int, str, tuple[int, ...], float]  # parameter, key, shape, first value
 # Columns of the table, one row per rank. Each row has one writer at a time: its rank's process.
 EXCHANGES, STEPS, NANOSECONDS, SETTLED, CONTRIBUTED, ADOPTED, MEMBER_OF, JOINED = range(8)
-COLUMNS = 8
+LAST, LEFT_OUT = 8, 9  # when it last exchanged, in seconds; parts that it has exchanged without
+COLUMNS = 16
 # What JOINED says of a rank.
 JOINING, HERE, FINISHED = range(3)
 # The head, before the rows: the last closed round, whether all have started once, the version that
@@ -115,7 +116,7 @@ class Plan:
     def _regions(self) -> Iterator[tuple[int, int]]:
         at = 0
         slots = self.workers if self.synchronous else 0
-        table = 8 * COLUMNS * (1 + self.workers) + 8 * len(self.shards)
+        table = 8 * COLUMNS * (1 + self.workers) + 2 * 8 * len(self.shards)
         for size in (table, self.layout.nbytes, self.state_nbytes, *[self.layout.nbytes] * slots):
             yield at, at + size
             at += -(-size // PAGE) * PAGE
@@ -147,7 +148,8 @@ class Memory:
         rows = 1 + plan.workers
         self.head = numbers[:COLUMNS]
         self.ranks = numbers[COLUMNS : COLUMNS * rows].reshape(plan.workers, COLUMNS)
-        self.reduced = numbers[COLUMNS * rows :]  # per shard: the last round it holds
+        # Per shard: the last round that it holds, and the process that locked it last.
+        self.reduced, self.holders = np.split(numbers[COLUMNS * rows :], 2)
         self.center = center
         self.state = state
         self.slots = slots

@@ -12,7 +12,6 @@ from; the round waits for the live members that are not.
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -47,7 +46,7 @@ class Rounds:
         Whoever had this rank may have died after a round was closed: it is reduced first, so that
         who joins takes a whole center.
         """
-        with self._locks.hold(ROUND):
+        with self._locks.hold(ROUND, self._member.timeout):
             this = self._open_round()
             self._row[CONTRIBUTED] = self._row[ADOPTED] = 0
             self._row[SETTLED] = this if self._contributors(this) else this - 1
@@ -63,7 +62,7 @@ class Rounds:
             self._settle(this, contributed=True)
             wait_until(
                 lambda: self._closed(this),
-                lambda: self._pending(this),
+                lambda: self._names(self._pending(this)),
                 self._member.timeout,
                 f"round {this}",
             )
@@ -76,7 +75,7 @@ class Rounds:
 
     def _withdraw(self, this: int) -> None:
         """Leave a round that we cannot finish, so that nobody waits for us in it."""
-        with self._locks.hold(ROUND):
+        with self._locks.hold(ROUND, self._member.timeout):
             if self._memory.head[CLOSED] < this:
                 self._row[CONTRIBUTED] = 0
                 self._row[SETTLED] = this
@@ -100,7 +99,7 @@ class Rounds:
             # own, since then two may reduce the same shard.
             wait_until(
                 lambda: self._here() and not self._adopting(),
-                self._adopting,
+                lambda: self._names(self._adopting()),
                 self._member.timeout,
                 "the last round to end",
             )
@@ -108,7 +107,7 @@ class Rounds:
 
         def may_contribute() -> bool:
             self._here()
-            with self._locks.hold(ROUND):
+            with self._locks.hold(ROUND, self._member.timeout):
                 this = self._open_round()
                 if self._row[SETTLED] < this:
                     return True
@@ -120,7 +119,7 @@ class Rounds:
 
         wait_until(
             may_contribute,
-            lambda: self._pending(self._open_round()),
+            lambda: self._names(self._pending(self._open_round())),
             self._member.timeout,
             "the round that is under way",
         )
@@ -143,7 +142,7 @@ class Rounds:
                 np.copyto(block.run.view(slot), self._member.message(block, local))
 
     def _settle(self, this: int, contributed: bool) -> None:
-        with self._locks.hold(ROUND):
+        with self._locks.hold(ROUND, self._member.timeout):
             self._row[CONTRIBUTED] = this if contributed else 0
             self._row[SETTLED] = this
 
@@ -155,7 +154,7 @@ class Rounds:
     def _closed(self, this: int) -> bool:
         self._here()
         if self._memory.head[CLOSED] < this:
-            with self._locks.hold(ROUND):
+            with self._locks.hold(ROUND, self._member.timeout):
                 self._close(this)
         return bool(self._memory.head[CLOSED] >= this)
 
@@ -185,7 +184,7 @@ class Rounds:
         Args:
             shards: our blocks, which adopt the round; None to finish a round of others.
         """
-        with self._locks.hold(ROUND):
+        with self._locks.hold(ROUND, self._member.timeout):
             this = int(self._memory.head[CLOSED])
             members = np.flatnonzero(self._memory.ranks[:, MEMBER_OF] == this)
             if shards is None:
@@ -194,28 +193,31 @@ class Rounds:
         reduced, n = self._memory.reduced, len(self._centers)
         first = self._member.rank * n // self._center.plan.workers
         todo = [(first + k) % n for k in range(n)] if this and slots else []
-        while todo:
-            busy = []
-            for k in todo:
-                if reduced[k] >= this:
-                    if shards:
-                        with self._center.shard_lock(k):
-                            for block in shards[k]:
-                                block.rule.adopt(block.local, block.local.x, block.center.c)
-                elif not self._take(k):
-                    busy.append(k)
-                else:
-                    try:
-                        if reduced[k] < this:
-                            self._reduce_shard(k, slots, shards)
-                            reduced[k] = this
-                        else:  # just now, by another, whose slot may be in use for the next round
-                            busy.append(k)
-                    finally:
-                        self._release(k)
-            todo = busy
-            if busy:
-                time.sleep(50e-6)
+
+        def reduce(k: int) -> bool:
+            if not self._take(k):
+                return False
+            try:
+                if reduced[k] < this:
+                    self._reduce_shard(k, slots, shards)
+                    reduced[k] = this
+                elif shards:  # by another, whose slot may be in use for the next round
+                    for block in shards[k]:
+                        block.rule.adopt(block.local, block.local.x, block.center.c)
+            finally:
+                self._release(k)
+            return True
+
+        def done() -> bool:
+            todo[:] = [k for k in todo if not reduce(k)]
+            return not todo
+
+        wait_until(
+            done,
+            lambda: [self._locks.who(SHARD + k) for k in todo[:1]],
+            self._member.timeout,
+            f"the parts of round {this}",
+        )
 
     def _reduce_shard(self, k: int, slots: list[Bytes], shards: list[list[Block]] | None) -> None:
         for i, (run, rule, center) in enumerate(self._centers[k]):
@@ -223,6 +225,9 @@ class Rounds:
             if shards:
                 block = shards[k][i]
                 rule.adopt(block.local, block.local.x, center.c)
+
+    def _names(self, ranks: list[int]) -> list[str]:
+        return [self._center.who(rank) for rank in ranks]
 
     def _take(self, shard: int) -> bool:
         return not self._center.plan.use_locking or self._locks.take(SHARD + shard)

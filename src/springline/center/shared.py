@@ -68,6 +68,7 @@ class SharedCenter(MemoryCenter):
         self.directory = directory
         self._path = path
         self._record_locks = locks
+        locks.holders = self.memory.holders
         self._kept = False
 
     @classmethod
@@ -80,6 +81,7 @@ class SharedCenter(MemoryCenter):
         *,
         use_locking: bool = True,
         restore: str | Path | None = None,
+        timeout: float | None = None,
     ) -> SharedCenter:
         """Open the center in a directory, which is made by whoever comes first.
 
@@ -91,12 +93,13 @@ class SharedCenter(MemoryCenter):
                 others take the center's.
             use_locking: whether an exchange is atomic, per part of the center.
             restore: a checkpoint whose values a new center takes instead.
+            timeout: seconds after which waiting for one that others are making fails.
         """
         directory = claim(Path(directory))
         plan = Plan.of(layout, rule, use_locking)
         locks = open_locks(directory)
         try:
-            with locks.hold(CREATE):
+            with locks.hold(CREATE, timeout):
                 found = read_layout(directory)
                 if found is None or not belongs(found[1], directory):
                     _check_unused(directory, plan, locks)
@@ -122,8 +125,13 @@ class SharedCenter(MemoryCenter):
         return center
 
     @classmethod
-    def open(cls, directory: str | Path) -> SharedCenter:
-        """Open a center that is there, whatever its model: to read, to save, to watch."""
+    def open(cls, directory: str | Path, timeout: float | None = None) -> SharedCenter:
+        """Open a center that is there, whatever its model: to read, to save, to watch.
+
+        Args:
+            directory: the center's.
+            timeout: seconds after which waiting for a part that others have locked fails.
+        """
         directory = Path(directory)
         check_platform()
         found = read_layout(directory)
@@ -133,7 +141,9 @@ class SharedCenter(MemoryCenter):
         with contextlib.suppress(FileNotFoundError):
             if belongs(path, directory):
                 raw = map_memory(path, plan.nbytes)
-                return cls(directory, plan, path, raw, open_locks(directory))
+                center = cls(directory, plan, path, raw, open_locks(directory))
+                center.timeout = timeout
+                return center
         saved = checkpoint.newest(directory / CHECKPOINT_NAME)
         if saved is None:
             raise no_checkpoint(directory, path)
@@ -144,7 +154,7 @@ class SharedCenter(MemoryCenter):
     def join(self, rank: int, rule: Rule, timeout: float | None = None) -> MemoryMember:
         """Become the worker of that rank."""
         self.check_process()
-        with self.locks.hold(CREATE):
+        with self.locks.hold(CREATE, timeout):
             self.check_current()
             return super().join(rank, rule, timeout)
 
@@ -162,9 +172,15 @@ class SharedCenter(MemoryCenter):
 
     def keep(self) -> None:
         """Keep the center until it is closed: nobody makes other memory for it, or frees it."""
-        with self.locks.hold(CREATE):
+        with self.locks.hold(CREATE, self.timeout):
             self.check_current()
             self._kept = self.locks.take(KEEPER)
+
+    def move(self, directory: Path) -> None:
+        """Take note of where the center's directory is now."""
+        if self._path.parent == self.directory:
+            self._path = directory / self._path.name
+        self.directory = directory
 
     def put_back(self) -> str | None:
         """Put back what the directory has lost of a center that we keep.
@@ -197,13 +213,24 @@ class SharedCenter(MemoryCenter):
         memory of a center that a launcher keeps is freed by the launcher, when the run ends.
         """
         self.check_process()
-        with self.locks.hold(CREATE):
+        with self.locks.hold(CREATE, self.timeout):
             if self.members():
                 raise CenterError(f"Workers are still members: ranks {self.members()}.")
             self.save()
             if not self.locks.held_elsewhere(KEEPER):
                 free(self._path, self.directory)
         self.close()
+
+    def retire_if_last(self) -> None:
+        """Retire the center when no worker is left, and no launcher keeps it; never fails."""
+        if self._closed or os.getpid() != self._process:
+            return
+        try:
+            if not self.members() and not self.locks.held_elsewhere(KEEPER):
+                self.retire()
+        except (CenterError, OSError) as error:
+            if self._path.exists():  # else another one was the last
+                _log.warning("The center in %s stays in memory: %s", self.directory, error)
 
     def close(self) -> None:
         """Leave, and close the lock file of this process."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection
+from pathlib import Path
 
 from springline.center.errors import RoundTimeoutError
+from springline.signals import deliver
 
-WARN_EVERY = 30.0
+WARN_AFTER, WARN_EVERY = 5.0, 30.0  # seconds
 _FIRST_PAUSE, _LONGEST_PAUSE = 50e-6, 5e-3
+_STATES = {"T": "stopped", "t": "stopped by a debugger", "Z": "gone", "X": "gone"}
 _log = logging.getLogger("springline")
+_warned: list[float] = []  # when this process last said that it waits
 
 
 def wait_until(
@@ -31,22 +36,44 @@ def wait_until(
         RoundTimeoutError: naming who is missing.
     """
     start = time.monotonic()
-    warn_at = start + WARN_EVERY
     pause = _FIRST_PAUSE
     while not done():
-        now = time.monotonic()
-        if timeout is not None and now - start > timeout:
+        deliver()
+        waited = time.monotonic() - start
+        if timeout is not None and waited > timeout:
             raise RoundTimeoutError(
                 f"Waited {timeout:g} s for {what}; missing: {_names(missing())}. Are they running? "
                 "A larger `timeout` waits longer."
             )
-        if now > warn_at:
-            _log.warning("Waiting for %s since %.0f s: %s", what, now - start, _names(missing()))
-            warn_at += WARN_EVERY
+        if waited > WARN_AFTER and (not _warned or time.monotonic() > _warned[0] + WARN_EVERY):
+            _warned[:] = [time.monotonic()]
+            _log.warning("Waiting for %s since %.0f s: %s", what, waited, _names(missing()))
         time.sleep(pause)
         pause = min(pause * 1.3, _LONGEST_PAUSE)
 
 
+def is_stopped(process: int | None) -> bool:
+    """Whether a process does not run until somebody lets it: after SIGSTOP, or in a debugger."""
+    return process is not None and "stopped" in _state(process)
+
+
+def describe_process(process: int) -> str:
+    """Return a process's id and what it is doing, in words."""
+    return f"process {process}, {_state(process)}"
+
+
+def describe_rank(rank: int, process: int, more: str = "") -> str:
+    """Return a rank, its process and what that is doing, in words."""
+    return f"rank {rank} ({describe_process(process)}{more})"
+
+
+def _state(process: int) -> str:
+    with contextlib.suppress(OSError):
+        text = Path(f"/proc/{process}/stat").read_text("utf-8", "replace")
+        return _STATES.get(text.rpartition(")")[2].split()[0], "running")
+    return "gone"
+
+
 def _names(missing: Collection[int | str]) -> str:
     names = (f"rank {who}" if isinstance(who, int) else who for who in sorted(missing, key=str))
-    return ", ".join(names) or "nobody"
+    return ", ".join(names) or "nobody (all have come, and it is not finished yet)"

@@ -296,6 +296,8 @@ def _footer(status: Status) -> str:
     if age is not None or not status.on_cluster:
         words.append("no checkpoint yet" if age is None else f"checkpoint {ago(age)}")
     words.append(f"{decimal(status.bytes_exchanged)} exchanged")
+    if status.left_out:
+        words.append(f"{many(status.left_out, 'part')} left out")
     return "  ·  ".join(words)
 
 
@@ -326,6 +328,8 @@ def _line(status: Status, total: int | None) -> str:
     if status.version is not None:
         words.append(f"version {status.version:,}")
         words.append(f"{decimal(status.bytes_exchanged)} exchanged")
+    if status.left_out:
+        words.append(f"{many(status.left_out, 'part')} left out")
     restarts = sum(worker.restarts for worker in workers)
     if restarts:
         words.append(many(restarts, "restart"))

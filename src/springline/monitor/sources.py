@@ -60,6 +60,7 @@ class CenterState:
     version: int | None = None
     progress: tuple[Progress, ...] = ()
     members: tuple[int, ...] = ()
+    left_out: int = 0  # parts that exchanges were made without, since somebody kept them locked
 
     @property
     def bytes_exchanged(self) -> int:
@@ -103,7 +104,11 @@ class CenterReader:
             if center.memory.head[BASE]:  # it began with a checkpoint, its counters did not
                 progress = [_at_least(rank, self._plan.settings["period"]) for rank in progress]
             self._last = CenterState(
-                self._plan, center.version, tuple(progress), tuple(center.members())
+                self._plan,
+                center.version,
+                tuple(progress),
+                tuple(center.members()),
+                center.left_out,
             )
         return self._last
 

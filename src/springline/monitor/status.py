@@ -58,6 +58,7 @@ class Status:
     over: bool
     ps: int = 0  # parameter servers, which hold the center of a TensorFlow run
     evaluations: dict[str, Evaluation] = field(default_factory=dict)  # the last, by name
+    left_out: int = 0  # parts that exchanges were made without, since somebody kept them locked
     on_cluster: bool = False  # its center, whose shards keep checkpoints of their own
 
 
@@ -107,6 +108,7 @@ class StatusReader:
             over=over,
             ps=len(launch.ps) if launch else 0,
             evaluations=self._evaluations(),
+            left_out=center.left_out,
             on_cluster=bool(launch and launch.cluster),
         )
 

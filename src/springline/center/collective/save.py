@@ -98,7 +98,7 @@ def _alone_in(directory: Path) -> RecordLocks | None:
         CheckpointError: another group of this machine is at work there. One of another machine may
             be dead, though a network's file system has not noticed yet: then there is a warning.
     """
-    locks, owner, here = RecordLocks.of(directory / "lock"), directory / "machine", platform.node()
+    locks, owner, here = RecordLocks(directory / "lock"), directory / "machine", platform.node()
     try:
         taken = locks.take(_OURS)
     except CenterError as error:
