@@ -119,6 +119,26 @@ def test_workers_that_ignore_signals_end_with_their_launcher_too(start_command, 
     wait_for(partial(all_gone, pids), seconds=5)
 
 
+def test_what_workers_have_started_ends_with_a_killed_launcher_too(start_command, run, script):
+    path = script(
+        "import os, time, subprocess, sys\n"
+        "child = os.fork()\n"
+        "if child:\n"
+        "    other = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'])\n"
+        "    print('children', child, other.pid, flush=True)\n"
+        "time.sleep(1000)\n"
+    )
+    command = start_command("run", "--run", run.path, "--workers", 2, path)
+    wait_for(lambda: all(run.running(r) and "children" in run.log(r) for r in range(2)))
+    pids = [run.running(rank) for rank in range(2)]
+    for rank in range(2):
+        words = run.log(rank).split("children")[1].split()
+        pids += [int(word) for word in words[:2]]
+    assert not all_gone(pids)
+    command.send(signal.SIGKILL)
+    wait_for(partial(all_gone, pids), seconds=5)
+
+
 DRIVER = """
 import sys
 from pathlib import Path

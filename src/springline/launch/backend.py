@@ -10,6 +10,7 @@ from pathlib import Path
 
 from springline.center import CenterError
 from springline.launch.directory import LaunchError, RunDirectory
+from springline.launch.guard import Guard
 from springline.launch.keeper import Keeper
 from springline.launch.process import WorkerProcess, cores, environment
 from springline.launch.request import ClusterRequest
@@ -77,6 +78,7 @@ class LocalBackend(Backend):
         self, command: Sequence[str], directory: Path, workers: int, ps: int, keeper: Keeper
     ) -> None:
         self._cluster = LocalCluster(ps, workers) if ps else None
+        self._guard = guard = Guard()
 
         def task(number: int, job: Job) -> WorkerProcess:
             ours = environment(os.environ, directory, number, workers)
@@ -84,7 +86,7 @@ class LocalBackend(Backend):
                 ours |= self._cluster.environment(job, number, os.environ)
             if job == "ps":  # it has no rank
                 del ours["SPRINGLINE_RANK"], ours["SPRINGLINE_WORKERS"]
-            return WorkerProcess(command, directory, number, ours, job)
+            return WorkerProcess(command, directory, number, ours, job, guard=guard)
 
         tasks = [task(rank, "worker") for rank in range(workers)]
         super().__init__(tasks, [task(number, "ps") for number in range(ps)], keeper)
@@ -94,6 +96,7 @@ class LocalBackend(Backend):
 
     def release(self) -> None:
         """Let others have the ports of a TensorFlow cluster."""
+        self._guard.close()
         if self._cluster:
             self._cluster.release()
 
@@ -166,7 +169,13 @@ def choose_backend(
         LaunchError: the run cannot be there.
     """
     directory, before = claim.path, LaunchState.last(claim.path)
+    given = asked.address
     asked = asked.absolute().over(before.cluster if before else None, directory)
+    if asked.address and not claim.private and before and asked.address != given:
+        raise LaunchError(
+            f"Others could write to {directory}, so the cluster that it names ({asked.address}) is "
+            "not trusted. If it is the right one, name it: `--address`."
+        )
     if before and ps is None:
         ps = len(before.ps)
     if before and workers is None and (before.cluster or (before.ps and ps)):
@@ -178,7 +187,7 @@ def choose_backend(
         )
     if not asked.address:
         workers = _number(claim, workers, max(2, cores()))
-        keeper = Keeper(directory, every, say)
+        keeper = Keeper(claim, every, say)
         command = [str(script), *arguments]
         return LocalBackend(command, directory, workers, ps or 0, keeper), asked
     asked.check(ps)
@@ -188,7 +197,7 @@ def choose_backend(
     if asked.working_dir:
         connect_with(asked.address, asked.working_dir, directory)
     workers = _number(claim, workers, room(asked))
-    return RayBackend(str(script), list(arguments), directory, workers, asked, say), asked
+    return RayBackend(str(script), list(arguments), claim, workers, asked, say), asked
 
 
 def _number(claim: RunDirectory, workers: int | None, default: int) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from springline.launch import child
+from springline.launch.guard import Guard
 from springline.launch.task import Job, Task
 
 # glibc: keep freed memory instead of giving it back and faulting it in again at every exchange.
@@ -33,6 +34,7 @@ class WorkerProcess(Task):
         environment: what it finds there.
         job: whether it is a worker or a server.
         cwd: the directory that it is run from; by default the one of this process.
+        guard: ends what it has started if this process is killed.
     """
 
     def __init__(
@@ -43,12 +45,14 @@ class WorkerProcess(Task):
         environment: Mapping[str, str],
         job: Job = "worker",
         cwd: str | None = None,
+        guard: Guard | None = None,
     ) -> None:
         super().__init__(directory, number, job)
         self._command = list(command)
         self._cwd = cwd
         self._environment = dict(environment)
         self._process: subprocess.Popen[bytes] | None = None
+        self._guard = guard
 
     @property
     def alive(self) -> bool:
@@ -75,6 +79,8 @@ class WorkerProcess(Task):
             )
         finally:
             os.close(output)
+        if self._guard:
+            self._guard.begun(self._process.pid)
         self.entry.pid, self.entry.state, self.entry.exit_code = self._process.pid, "running", None
 
     def look(self) -> bool:
@@ -91,6 +97,8 @@ class WorkerProcess(Task):
             return False
         if end.si_status != 0:
             self.kill()
+        if self._guard:
+            self._guard.ended(pid)
         self.entry.exit_code, self.entry.pid = self._process.wait(), None
         self._process = None
         return True
