@@ -154,6 +154,7 @@ def run(
     say(f"{start} {place}: {script} on {who}.")
     with Screen(launcher.directory, console, live=console.is_terminal and not no_live) as screen:
         status = launcher.run(screen.refresh)
+    place = _short(launcher.directory)  # it may have been moved
     failed = launcher.failed
     if failed:
         say(f"The last lines of {failed.name} ({_short(failed.log)}):")

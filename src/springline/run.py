@@ -149,13 +149,13 @@ class Run:
         plain = checks.metrics(values)
         if self.directory is None:
             return
-        folder = self.directory / "metrics"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = _folder(self.directory, "metrics")
         line = {"time": time.time(), "step": step, **plain}
         _add_line(folder / f"rank-{self.rank}.jsonl", json.dumps(line))
 
 
 _alone = {"stop": False}
+_seen: set[Path] = set()  # directories of runs
 _begun: set[Run] = set()  # runs in which this process has begun to count steps
 # By process, directory of the center and rank.
 _workers: weakref.WeakValueDictionary[tuple[int, Path, int], Any] = weakref.WeakValueDictionary()
@@ -199,6 +199,7 @@ def create_or_join(
     rule: Rule,
     values: Mapping[str, Any],
     use_locking: bool,
+    timeout: float | None,
 ) -> Center:
     """Open the center in a directory, made by whoever comes first; the run's may be elsewhere."""
     checks.directory(directory)
@@ -220,7 +221,9 @@ def create_or_join(
             "center there. Leave `center` out; a run on a cluster has one center. Received: "
             f"center={str(directory)!r}."
         )
-    return SharedCenter.create_or_join(directory, layout, rule, values, use_locking=use_locking)
+    return SharedCenter.create_or_join(
+        directory, layout, rule, values, use_locking=use_locking, timeout=timeout
+    )
 
 
 class ToLauncher(logging.Handler):
@@ -231,12 +234,19 @@ class ToLauncher(logging.Handler):
         run = Run.from_environment()
         with contextlib.suppress(OSError):  # a full disk costs no worker
             if run.directory:
-                folder = run.directory / WARNINGS
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                folder = _folder(run.directory, WARNINGS)
                 _add_line(folder / f"rank-{run.rank}.txt", " ".join(record.getMessage().split()))
         others = [*logging.getLogger().handlers, *logging.getLogger("springline").handlers]
         if all(handler is self for handler in others) and logging.lastResort:  # as without us
             logging.lastResort.handle(record)
+
+
+def _folder(directory: Path, name: str) -> Path:
+    """Return a folder of a run's directory, made if need be; one that was moved stays away."""
+    folder = directory / name
+    folder.mkdir(mode=0o700, parents=directory not in _seen, exist_ok=True)
+    _seen.add(directory)
+    return folder
 
 
 def _add_line(path: Path, line: str) -> None:

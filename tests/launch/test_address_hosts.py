@@ -89,7 +89,8 @@ def test_a_machine_that_does_not_see_the_storage_is_named(start, hide, three, ru
     storage = tmp_path / "storage"
     storage.mkdir()
     hide(1, storage)
-    command = start("--storage", storage, TRAINING, "elastic", 100_000, 0.01)
+    size = 1_000_000  # a shard for every host
+    command = start("--storage", storage, TRAINING, "elastic", 100_000, 0.01, size)
     assert command.wait(PATIENCE) == 1
     place = storage / center_name(run.path)
     assert f"The storage {place} is not the same on all machines: " in command.output

@@ -95,3 +95,22 @@ def test_a_moved_run_is_found_again(train, command, run, tmp_path, plot):
     assert "The center goes on from" not in on.output  # it was in memory
     assert new.steps() == [max(reached) + 10] * 3
     assert new.memory() == []
+
+
+def test_a_run_that_is_moved_while_it_goes_on_ends_where_it_is_now(train, command, run, tmp_path):
+    going = train("elastic", 10_000, 0.02)
+    wait_for(lambda: run.at_work(10))
+    old = run.path
+    new = RunOnDisk(run.path.rename(tmp_path / "new"))
+    assert going.wait() == 1
+    assert f"was moved from {old} to {new.path}" in going.output
+    assert "springline run --run new " in going.output
+    assert not old.exists()
+    reached = new.steps()
+    assert min(reached) >= 10
+    version = describe(new.path / "center" / "checkpoint.safetensors").version
+    assert f"(version {version:,})" in going.output
+    assert new.memory() == []
+    on = command("run", "--run", new.path, TRAINING, "elastic", max(reached) + 10, 0)
+    assert on.process.returncode == 0, on.output
+    assert new.steps() == [max(reached) + 10] * 3

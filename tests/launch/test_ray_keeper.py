@@ -113,7 +113,7 @@ def serve(monkeypatch):
 def keeper_of(run, said=None, storage=None):
     (run / "center").mkdir(exist_ok=True)
     say = [].append if said is None else said.append
-    return RayKeeper(run, say, "digits", storage, lambda: [1])
+    return RayKeeper(SimpleNamespace(path=run), say, "digits", storage, lambda: [1])
 
 
 @pytest.mark.parametrize(("size", "which"), [(4, "shard 0"), (200_000, "shard 0 and 2 more")])

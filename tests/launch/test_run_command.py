@@ -233,3 +233,27 @@ def test_import_springline_needs_neither_rich_nor_typer():
     code = "import springline, sys; print({'rich', 'typer'} & set(sys.modules))"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout == "set()\n"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
+def test_runs_of_another_user_are_refused(command, tmp_path):
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    os.chown(runs, 65534, 65534)
+    refused = command("run", TRAINING, "elastic", 4, 0)
+    assert refused.process.returncode == 2
+    assert f"{runs} belongs to another user (id 65534)" in refused.output
+    assert list(runs.iterdir()) == []
+
+
+def test_a_cluster_that_others_could_have_named_is_not_connected_to(command, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    state = {"script": "x", "arguments": [], "started": 1.0, "pid": 1, "workers": []}
+    state["cluster"] = {"address": "10.9.9.9:6379"}
+    (run / "launch.json").write_text(json.dumps(state))
+    run.chmod(0o777)
+    for _ in range(2):  # it is not trusted the second time, either
+        refused = command("run", "--run", run, TRAINING, "elastic", 4, 0)
+        assert refused.process.returncode == 2
+    assert "so the cluster that it names (10.9.9.9:6379) is not trusted" in refused.output

@@ -1,4 +1,4 @@
-"""A worker's script for the tests of the launcher: `training.py RULE STEPS PAUSE`.
+"""A worker's script for the tests of the launcher: `training.py RULE STEPS PAUSE [SIZE]`.
 
 Each step adds 1 to the parameters. With a gradient of −1 AGN's outer optimizer does the same.
 """
@@ -13,20 +13,20 @@ from springline.rules import SGD
 from springline.run import Run
 
 
-def main(rule, total, pause):
+def main(rule, total, pause, size=100):
     run = Run.from_environment()
     rules = {
         "elastic": lambda: springline.ElasticAverage(period=2, workers=run.workers),
         "average": lambda: springline.ModelAverage(period=2, workers=run.workers),
         "agn": lambda: springline.AGN(period=2, workers=run.workers, optimizer=SGD(1.0)),
     }
-    parameters = {"w": np.zeros(100, np.float32)}
+    parameters = {"w": np.zeros(size, np.float32)}
     with springline.Worker(
         parameters, rules[rule](), center=run.center_directory, rank=run.rank
     ) as worker:
         try:
             for step in springline.steps(total):
-                worker.observe({"w": np.full(100, -1, np.float32)})
+                worker.observe({"w": np.full(size, -1, np.float32)})
                 worker.parameters["w"] += 1
                 worker.step()
                 run.log(step + 1, {"loss": 1 / (step + 1)})
@@ -36,4 +36,4 @@ def main(rule, total, pause):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), *map(int, sys.argv[4:]))

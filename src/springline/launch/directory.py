@@ -41,9 +41,12 @@ class RunDirectory:
         self._new = path is None
         try:
             self._made = path is None or not path.exists()
-            self.path = _new() if path is None else _given(path)
+            # What others may have written there is not trusted: an address to connect to.
+            self.private = self._made or not path or not path.stat().st_mode & 0o022
+            self._path = _new() if path is None else _given(path)
+            self._fd = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             self.continues = (self.path / STATE_NAME).exists() or (self.path / CENTER).exists()
-            self._lock = RecordLocks.of(self.path / LOCK)
+            self._lock = RecordLocks(self.path / LOCK)
         except OSError as error:
             raise LaunchError(
                 f"Cannot use {path or 'runs/'} for a run: {error.strerror}. "
@@ -62,10 +65,30 @@ class RunDirectory:
             self.release()
             raise
 
+    @property
+    def path(self) -> Path:
+        """Where the directory is: also if it was moved while the run is going on."""
+        if not self._is(self._path):
+            with contextlib.suppress(OSError):
+                moved = Path(f"/proc/self/fd/{self._fd}").readlink()
+                self._path = moved if self._is(moved) else self._path
+        return self._path
+
+    def _is(self, path: Path) -> bool:
+        with contextlib.suppress(OSError):
+            return os.path.samestat(path.stat(), os.fstat(self._fd))
+        return False
+
+    def make_private(self) -> None:
+        """Let nobody else read or write there, now that what it holds has been looked at."""
+        self._path.chmod(0o700)
+
     def release(self) -> None:
         """Let another launcher have the directory."""
         self._lock.release(0)
         self._lock.close()
+        os.close(self._fd)
+        self._fd = -1
 
     def abandon(self) -> None:
         """Release the directory of a run that could not start; remove it if it was made for it."""
@@ -120,7 +143,7 @@ def is_held(path: Path) -> bool:
     """Whether a launcher is at work in a run's directory."""
     if not (path / LOCK).exists():
         return False
-    locks = RecordLocks.of(path / LOCK)
+    locks = RecordLocks(path / LOCK)
     try:
         return locks.held(0)
     finally:
@@ -135,6 +158,7 @@ def is_at_work(path: Path) -> bool:
 def _new() -> Path:
     parent = Path(RUNS).absolute()
     parent.mkdir(exist_ok=True)
+    _check_owner(parent)
     name = time.strftime("%Y-%m-%d-%H%M%S")
     for n in range(1, 1000):
         path = parent / (name if n == 1 else f"{name}-{n}")
@@ -151,16 +175,23 @@ def _given(path: Path) -> Path:
     if path.exists() and not path.is_dir():
         raise LaunchError(f"`--run` must be a directory. Received: {path}, which is a file.")
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if path.stat().st_uid != os.getuid():
-        raise LaunchError(f"{path} belongs to another user (id {path.stat().st_uid}).")
+    _check_owner(path)
     names = {child.name for child in path.iterdir()}
     if names and not names & _OURS:
         raise LaunchError(
             f"{path} is not a run's directory: it holds {min(names)!r}. "
             "Give a new or an empty one, or that of a run."
         )
-    path.chmod(0o700)
     return path
+
+
+def _check_owner(path: Path) -> None:
+    owner = path.stat().st_uid
+    if owner != os.getuid():
+        raise LaunchError(
+            f"{path} belongs to another user (id {owner}), who could put there what this run "
+            "would trust. Give a directory of your own with `--run`."
+        )
 
 
 def _members(place: Path) -> list[int]:

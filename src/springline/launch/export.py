@@ -9,7 +9,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from springline.center import CenterError, SharedCenter
+from springline.center import CenterError, RoundTimeoutError, SharedCenter
 from springline.center.checkpoint import describe, newest, write_tensors
 from springline.center.directory import LAYOUT_NAME
 from springline.center.extras import with_extras
@@ -17,7 +17,7 @@ from springline.center.served.center import read_stored
 from springline.center.served.founding import NAME as HEAD
 from springline.center.shared import CHECKPOINT_NAME
 from springline.launch.directory import CENTER, LaunchError, find_run
-from springline.launch.keeper import FINAL, read_tensors, storage_of
+from springline.launch.keeper import FINAL, PATIENCE, read_tensors, storage_of
 from springline.launch.state import LaunchState
 
 
@@ -54,14 +54,15 @@ def _find_center(directory: Path) -> tuple[Mapping[str, NDArray[Any]], str]:
     if (directory / LAYOUT_NAME).exists():  # a center that was made without a run
         place = directory
     try:
-        with SharedCenter.open(place) as center:
+        with SharedCenter.open(place, timeout=PATIENCE) as center:
             return with_extras(place, center.values()), f"version {center.version}, from memory"
     except CenterError as error:
         saved, why = newest(place / CHECKPOINT_NAME), str(error)
+        busy = f". Not from memory: {error}" if isinstance(error, RoundTimeoutError) else ""
     state, final = LaunchState.last(directory), directory / FINAL
     if saved is not None:
         written = time.strftime("%d %b %H:%M:%S", time.localtime(saved.stat().st_mtime))
-        source = f"version {describe(saved).version} of {written}, from {saved}"
+        source = f"version {describe(saved).version} of {written}, from {saved}{busy}"
         return with_extras(place, read_tensors(saved, "center/")), source
     if state and state.cluster and state.center and not (state.ended and final.exists()):
         storage = storage_of(state.cluster.get("storage"), directory, state.center)

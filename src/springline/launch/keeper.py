@@ -20,7 +20,7 @@ from springline.center.checkpoint import describe, newest, write_tensors
 from springline.center.directory import LAYOUT_NAME
 from springline.center.extras import with_extras
 from springline.center.shared import CHECKPOINT_NAME
-from springline.launch.directory import CENTER, LaunchError
+from springline.launch.directory import CENTER, LaunchError, RunDirectory
 from springline.launch.request import NO_STORAGE
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 FINAL = "center.safetensors"
 _LOOK = 0.2  # seconds between two looks whether there is a center
+PATIENCE = 10.0  # seconds to wait for a part of it that a process keeps locked
 
 
 class LostError(CenterError):
@@ -46,13 +47,13 @@ class Keeper:
     a checkpoint waits for that lock: whoever watches the workers must not wait with it.
 
     Args:
-        directory: the run's.
+        claim: the run's directory.
         every: seconds from one checkpoint to the next.
         say: told of a checkpoint that failed, and of files that were lost.
     """
 
-    def __init__(self, directory: Path, every: float, say: Callable[[str], None]) -> None:
-        self._directory = directory
+    def __init__(self, claim: RunDirectory, every: float, say: Callable[[str], None]) -> None:
+        self._claim = claim
         self.saved = _modified(self._checkpoint)  # when, in seconds since the epoch
         self.version: int | None = None  # of the center that was kept for good
         self._center: Kept | None = None
@@ -145,6 +146,7 @@ class Keeper:
         """Put back what a center's directory has lost, and report it once."""
         if not isinstance(center, SharedCenter):
             return
+        center.move(self._directory / CENTER)
         bare = not center.directory.exists()
         try:
             lost = center.put_back()
@@ -164,6 +166,10 @@ class Keeper:
         return final
 
     @property
+    def _directory(self) -> Path:
+        return self._claim.path
+
+    @property
     def _layout(self) -> Path:
         return self._directory / CENTER / LAYOUT_NAME
 
@@ -174,7 +180,7 @@ class Keeper:
     def _open(self) -> Kept | None:
         """Open the center; None if there is none."""
         try:
-            center = SharedCenter.open(self._directory / CENTER)
+            center = SharedCenter.open(self._directory / CENTER, timeout=PATIENCE)
         except (CenterError, OSError):  # not made yet, or freed this very moment
             return None
         try:

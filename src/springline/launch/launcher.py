@@ -70,13 +70,14 @@ class Launcher:
         if asked.address:
             connect(asked.address)  # before a directory is made
         self._claim = RunDirectory(directory)
-        self.directory = self._claim.path
+        self._began_in = self._claim.path
         self.continues = self._claim.continues
         self._say = say
         self._max_restarts = max_restarts
         what = script, arguments, workers, ps, asked, checkpoint_every
         try:
             self._backend, asked = choose_backend(self._claim, *what, self._tell)
+            self._claim.make_private()
         except BaseException:
             self._claim.abandon()
             raise
@@ -137,6 +138,11 @@ class Launcher:
         return self._status or 0
 
     @property
+    def directory(self) -> Path:
+        """The run's, wherever it is by now."""
+        return self._claim.path
+
+    @property
     def version(self) -> int | None:
         """The version of the center that was kept at the end."""
         return self._backend.keeper.version
@@ -144,6 +150,7 @@ class Launcher:
     def _watch(self, tick: Callable[[], None]) -> None:
         while self._going():
             self._hear()
+            self._look_for_directory()
             for server in self._servers:
                 self._look_at_server(server)
             for process in self._processes:
@@ -158,6 +165,15 @@ class Launcher:
 
     def _going(self) -> bool:
         return any(p.alive or p.entry.state == "restarting" for p in self._processes)
+
+    def _look_for_directory(self) -> None:
+        """End a run whose directory was moved: its workers know it where it was."""
+        if self._status is None and self.directory != self._began_in:
+            self._stop(1)
+            self._tell(
+                f"The run's directory was moved from {self._began_in} to {self.directory} while "
+                "the run was going on, and its workers do not know: the run ends."
+            )
 
     def _look(self, process: Task) -> None:
         """Notice a worker's end; start it again when its pause is over."""

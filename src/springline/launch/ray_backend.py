@@ -18,7 +18,7 @@ from springline.center.directory import LAYOUT_NAME
 from springline.center.ray_peer import OPTIONS
 from springline.cluster import Cluster
 from springline.launch.backend import Backend, Say
-from springline.launch.directory import CENTER, RUNS, LaunchError
+from springline.launch.directory import CENTER, RUNS, LaunchError, RunDirectory
 from springline.launch.keeper import storage_of
 from springline.launch.ray_keeper import RayKeeper, center_name, check_center
 from springline.launch.ray_worker import RayWorker
@@ -40,7 +40,7 @@ class RayBackend(Backend):
     Args:
         script: as the user typed it.
         arguments: the script's own.
-        directory: the run's.
+        claim: the run's directory.
         workers: how many.
         asked: of the cluster.
         say: told in a sentence what happens.
@@ -53,11 +53,12 @@ class RayBackend(Backend):
         self,
         script: str,
         arguments: list[str],
-        directory: Path,
+        claim: RunDirectory,
         workers: int,
         asked: ClusterRequest,
         say: Say,
     ) -> None:
+        directory = claim.path
         if (directory / CENTER / LAYOUT_NAME).exists():
             raise LaunchError(
                 f"The center of the run in {directory} is on this machine, not on a cluster. Leave "
@@ -78,7 +79,7 @@ class RayBackend(Backend):
             return RayWorker(assignment, directory, _options(asked))
 
         self._ranks = [worker(rank) for rank in range(workers)]
-        self._center = RayKeeper(directory, say, name, storage, self._given_up)
+        self._center = RayKeeper(claim, say, name, storage, self._given_up)
         super().__init__(self._ranks, [], self._center)
         self.center_name = name
         self.resumable = storage is not None

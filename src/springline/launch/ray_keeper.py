@@ -27,7 +27,7 @@ from springline.center.served.head import GRACE
 from springline.center.served.messages import Trouble
 from springline.center.served.peer import PeerLostError
 from springline.center.served.storage import Storage
-from springline.launch.directory import CENTER, LaunchError
+from springline.launch.directory import CENTER, LaunchError, RunDirectory
 from springline.launch.keeper import Keeper, LostError
 from springline.launch.state import CenterStatus, LaunchState
 
@@ -47,7 +47,7 @@ class RayKeeper(Keeper):
     link that the workers need.
 
     Args:
-        directory: the run's.
+        claim: the run's directory.
         say: told where the center is taken from at the end, if it is gone.
         name: the center's.
         storage: where its shards keep checkpoints, if anywhere.
@@ -56,13 +56,13 @@ class RayKeeper(Keeper):
 
     def __init__(
         self,
-        directory: Path,
+        claim: RunDirectory,
         say: Callable[[str], None],
         name: str,
         storage: str | None,
         given_up: Callable[[], list[int]],
     ) -> None:
-        super().__init__(directory, _EVERY, say)
+        super().__init__(claim, _EVERY, say)
         self._given_up = given_up
         self._name = name
         self._storage = storage
