@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from springline.center.checkpoint import describe
+
 SCRIPT = Path(__file__).with_name("torch_replicas.py")
 SAME = "all workers hold the same parameters in every round"
 WRAPPED = "The model is in DistributedDataParallel"
@@ -20,7 +22,7 @@ WRAPPED = "The model is in DistributedDataParallel"
         pytest.param("own", "trained", SAME, marks=pytest.mark.slow),
     ],
 )
-def test_two_ranks_under_torchrun(tmp_path, how, said, not_said):
+def test_two_ranks_under_torchrun(tmp_path, memories, how, said, not_said):
     words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     ran = subprocess.run(
         [sys.executable, *words, str(SCRIPT), how],
@@ -34,3 +36,7 @@ def test_two_ranks_under_torchrun(tmp_path, how, said, not_said):
     output = ran.stdout + ran.stderr
     assert output.count(said) == 2  # once per rank
     assert not_said not in output
+    (saved,) = tmp_path.glob("runs/torchrun-*/center/checkpoint.safetensors")
+    assert describe(saved).version == 8  # the last to end has saved the center and freed its memory
+    assert memories(tmp_path) == []
+    assert "stays in memory" not in output

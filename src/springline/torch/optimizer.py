@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from springline import run as runs
-from springline.center import Center, LocalCenter
+from springline.center import Center, LocalCenter, SharedCenter
 from springline.checks import seconds, true_or_false
 from springline.progress import finish_all, finish_at_exit, note_optimizer
 from springline.rules.rule import Rule
@@ -70,7 +70,10 @@ class CenterOptimizer(CenterReader):
         self._process = os.getpid()
         self._attach(*place(center, runs.Run.from_environment()))
         self._write_extras()
-        if not isinstance(self.worker.center, LocalCenter):
+        center = self.worker.center
+        if isinstance(center, SharedCenter) and "TORCHELASTIC_RUN_ID" in os.environ:
+            atexit.register(center.retire_if_last)  # nobody else does; after what comes next
+        if not isinstance(center, LocalCenter):
             atexit.register(self._at_exit)
             note_optimizer(self)
 
