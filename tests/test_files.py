@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 
 import numpy as np
 import pytest
@@ -58,17 +57,10 @@ def hang(pipe, path):
     pipe.send("written")
 
 
-def age(path):
-    """As if what is there had been left two minutes ago."""
-    for other in path.parent.glob(f".{path.name}.*"):
-        os.utime(other, (time.time() - 120,) * 2)
-
-
 def test_what_a_killed_process_has_left_is_removed_and_nothing_else(tmp_path, start):
     path = tmp_path / "env"
     for other in (".env.local", ".env.1234", ".env.0123456789abcdef.springline.bak", ".envrc"):
         (tmp_path / other).write_text("the user's")
-        os.utime(tmp_path / other, (0, 0))
     others = {p.name for p in tmp_path.iterdir()}
     killed, one = start(hang, path)
     writing, two = start(hang, path)
@@ -76,16 +68,31 @@ def test_what_a_killed_process_has_left_is_removed_and_nothing_else(tmp_path, st
     os.kill(killed.pid, signal.SIGKILL)
     killed.join(30)
     assert len(list(tmp_path.iterdir())) == len(others) + 2
-    files.write_text(path, "at once")  # it might be about to be locked
-    assert len(list(tmp_path.iterdir())) == len(others) + 3
-    age(path)
-    files.write_text(path, "later")
+    files.write_text(path, "next")
     assert len(list(tmp_path.iterdir())) == len(others) + 2  # the other still writes
     two.send("go on")
     assert two.recv() == "written"
     writing.join(30)
     assert {p.name for p in tmp_path.iterdir()} == {*others, "env"}
     assert path.read_text() == "half"
+
+
+def test_a_file_that_is_taken_for_a_leftover_is_made_again(tmp_path, monkeypatch):
+    """Between its creation and its lock nobody can tell that a process writes it."""
+    lock, taken = files._lock, []
+
+    def late(fd):
+        if not taken:  # another process comes first
+            taken.extend(files.leftovers(tmp_path))
+            monkeypatch.setattr(files, "_lock", lock)
+            files.remove_leftover(taken[0])
+        return lock(fd)
+
+    monkeypatch.setattr(files, "_lock", late)
+    files.write_text(tmp_path / "x", "whole")
+    assert len(taken) == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
+    assert (tmp_path / "x").read_text() == "whole"
 
 
 def test_a_link_that_stands_in_the_way_is_not_followed(tmp_path, monkeypatch):

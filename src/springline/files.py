@@ -2,8 +2,9 @@
 
     .NAME.0123456789abcdef.springline    what is being written; locked for as long
 
-A process that is killed leaves such a file. Who writes NAME a minute later, or more, removes it: it
-knows it by its whole name, and that nobody is at it by the lock.
+A process that is killed leaves such a file. Whoever writes NAME next removes it: it knows it by its
+whole name, and by the lock that nobody writes it. One that is removed before its writer has locked
+it is made again.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import json
 import os
 import re
 import secrets
+import stat
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,7 +28,7 @@ if sys.platform != "win32":
 
 Write = Callable[[BinaryIO], object]
 _SUFFIX = ".springline"
-_YOUNG = 60.0  # seconds
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}" + re.escape(_SUFFIX), re.DOTALL)
 _DTYPES = {
     "bool": "BOOL",
     **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
@@ -44,21 +45,10 @@ def replace(path: Path, write: Write, keep: Path | None = None) -> None:
         write: writes to the file that it is given.
         keep: where the file that is there is kept; by default it is not.
     """
-    remove_leftovers(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_SUFFIX}")
-    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
-    fd = os.open(temporary, flags, 0o600)
-    try:
-        with os.fdopen(fd, "wb") as file:
-            _lock(fd)
-            write(file)
-            file.flush()
-            os.fsync(fd)
-            if keep and path.exists():
-                path.replace(keep)
-            temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    for other in leftovers(path.parent, path.name):
+        remove_leftover(other)
+    while not _write(path, write, keep):
+        pass
     _flush(path.parent)
 
 
@@ -88,34 +78,69 @@ def write_tensors(
         file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
-def remove_leftovers(path: Path) -> None:
-    """Remove what processes that were killed have left beside a file."""
-    ours = re.compile(re.escape(f".{path.name}.") + "[0-9a-f]{16}" + re.escape(_SUFFIX))
+def leftovers(directory: Path, name: str | None = None) -> list[Path]:
+    """Return the files in a directory that are being written, or were left.
+
+    Args:
+        directory: where.
+        name: what they are, or were, to be called; by default anything.
+    """
     with contextlib.suppress(OSError):
-        for other in path.parent.iterdir():
-            if ours.fullmatch(other.name):
-                _remove_unused(other)
+        found = [(path, _TEMPORARY.fullmatch(path.name)) for path in directory.iterdir()]
+        return [path for path, ours in found if ours and name in (None, ours["name"])]
+    return []
 
 
 def is_leftover(name: str) -> bool:
     """Whether a file of this name is one that is being written, or was left."""
-    return name.startswith(".") and name.endswith(_SUFFIX)
+    return _TEMPORARY.fullmatch(name) is not None
 
 
-def _remove_unused(path: Path) -> None:
-    with contextlib.suppress(OSError):  # somebody writes it; or it is not ours
+def remove_leftover(path: Path) -> int:
+    """Remove a file that a process was writing when it was killed.
+
+    Returns:
+        The bytes that are freed: 0 for a file that is being written, or that is not ours.
+    """
+    with contextlib.suppress(OSError):
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
         try:
-            if time.time() - os.fstat(fd).st_mtime > _YOUNG:  # else it may not be locked yet
-                _lock(fd)
+            status = os.fstat(fd)
+            if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and _lock(fd):
                 path.unlink()
+                return status.st_blocks * 512
         finally:
             os.close(fd)
+    return 0
 
 
-def _lock(fd: int) -> None:
-    if sys.platform != "win32":
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def _write(path: Path, write: Write, keep: Path | None) -> bool:
+    """Write a file; false if somebody took it for a leftover before it was locked."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_SUFFIX}")
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+    fd = os.open(temporary, flags, 0o600)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            if not _lock(fd) or not os.fstat(fd).st_nlink:
+                return False
+            write(file)
+            file.flush()
+            os.fsync(fd)
+            if keep and path.exists():
+                path.replace(keep)
+            temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return True
+
+
+def _lock(fd: int) -> bool:
+    try:
+        if sys.platform != "win32":
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _flush(directory: Path) -> None:
