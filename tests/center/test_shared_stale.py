@@ -1,6 +1,8 @@
 """Centers that are closed, retired or replaced behind one's back."""
 
+import os
 import signal
+import tempfile
 import threading
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from springline import ElasticAverage, ModelAverage, SharedCenter, Worker
 from springline.center import CenterError, Layout, place
 from springline.center.plan import CLOSED, CONTRIBUTED, MEMBER_OF
+from springline.center.segments import sweep
 
 RULE = ElasticAverage(period=1, moving_rate=1.0)
 VALUES = {"v": np.zeros(4, np.float32)}
@@ -46,17 +49,26 @@ def test_a_closed_center_says_so(directory):
             use()
 
 
-def test_a_sweep_spares_memory_that_is_being_made(directory, tmpfs, monkeypatch):
+@pytest.mark.parametrize(
+    ("module", "call"), [(tempfile, "mkdtemp"), (os, "open"), (os, "posix_fallocate")]
+)
+def test_a_sweep_while_memory_is_made_does_no_harm(directory, tmpfs, monkeypatch, module, call):
+    """Before it is locked the memory may be swept, and is made again; then it is spared."""
     step_to(directory, 4)
-    reserve = place.os.posix_fallocate
+    do, swept = getattr(module, call), []
 
-    def reserve_while_another_sweeps(fd, offset, size):
-        place.sweep(lambda _: directory / "other memory", directory / "another")
-        reserve(fd, offset, size)
+    def do_then_sweep(*args, **options):
+        done = do(*args, **options)
+        if not swept and list(tmpfs.glob("*")):
+            swept.extend(tmpfs.glob("*"))
+            sweep()
+        return done
 
-    monkeypatch.setattr(place.os, "posix_fallocate", reserve_while_another_sweeps)
+    monkeypatch.setattr(module, call, do_then_sweep)
     with Worker(VALUES, RULE, directory) as worker:
         assert worker.parameters["v"].tolist() == [4] * 4
+    assert [home.exists() for home in swept] == [call == "posix_fallocate"]
+    assert list(tmpfs.iterdir()) == [worker.center._path.parent]
     worker.center.close()
 
 

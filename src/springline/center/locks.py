@@ -29,6 +29,7 @@ if sys.platform != "win32":  # `SharedCenter` says so before it gets here
 
 CREATE, ROUND, CHECKPOINT, KEEPER = range(4)
 SHARD, RANK = 1 << 6, 1 << 12
+_FLOCK = struct.Struct("hhqqi4x")  # Linux, 64 bit
 _NAMES = {
     CREATE: "the center, which is being made or joined",
     ROUND: "the list of the round",
@@ -132,7 +133,6 @@ class RecordLocks(Locks):
     """
 
     _all: ClassVar[weakref.WeakSet[RecordLocks]] = weakref.WeakSet()
-    _FLOCK: ClassVar[struct.Struct] = struct.Struct("hhqqi4x")  # Linux, 64 bit
     _ID: ClassVar[struct.Struct] = struct.Struct("q")
 
     def __init__(self, path: Path) -> None:
@@ -187,8 +187,17 @@ class RecordLocks(Locks):
         self._ask(fcntl.F_OFD_SETLK, fcntl.F_UNLCK, number)
 
     def _ask(self, command: int, kind: int, number: int) -> int:
-        question = self._FLOCK.pack(kind, os.SEEK_SET, number, 1, 0)
-        return int(self._FLOCK.unpack(fcntl.fcntl(self._fd, command, question))[0])
+        return record_lock(self._fd, command, kind, number)
+
+
+def record_lock(fd: int, command: int, kind: int, number: int = 0) -> int:
+    """Ask the kernel for an OFD lock on one byte of a file, or about it; return the answer's kind.
+
+    Raises:
+        BlockingIOError: others hold it.
+    """
+    question = _FLOCK.pack(kind, os.SEEK_SET, number, 1, 0)
+    return int(_FLOCK.unpack(fcntl.fcntl(fd, command, question))[0])
 
 
 def _close_in_child() -> None:

@@ -8,8 +8,9 @@
 Memory belongs to one directory, whose lock guards it. A directory that is moved keeps its inodes
 and its memory; a copy has others, and needs memory of its own.
 
-Whoever maps the memory holds a shared `flock` on it (a forked child may keep it longer, which does
-no harm), so that nobody frees it as an orphan.
+Whoever maps the memory holds a shared lock on its first byte (a forked child may keep it longer,
+which does no harm). Who frees memory that nobody maps locks it exclusively, so that nobody maps it
+meanwhile. `segments.py` finds what is to be freed.
 """
 
 from __future__ import annotations
@@ -22,24 +23,23 @@ import re
 import stat
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from springline.center.errors import CenterError
 from springline.center.layout import Bytes
+from springline.center.locks import record_lock
 
 if sys.platform != "win32":
     import fcntl
 
 TMPFS = Path("/dev/shm")  # noqa: S108 - directories there get unguessable names and mode 0700
 MEMORY_NAME, LOCK_NAME = "center.memory", "lock"
-_OWNER, _IDENTITY, _MISSING = "run", "identity", "missing"
-_NAMES = MEMORY_NAME, _OWNER, f".{_OWNER}", _IDENTITY, _MISSING
-_HOME = re.compile(r"springline-[a-z0-9_]{8}\Z")  # as `mkdtemp` makes them
-_GRACE = 24 * 3600.0  # seconds that memory outlives a directory which was moved, or removed
+MISSING_NAME, _OWNER, _IDENTITY = "missing", "run", "identity"
+NAMES = {MEMORY_NAME, _OWNER, f".{_OWNER}", _IDENTITY, MISSING_NAME}
+HOME = re.compile(r"springline-[a-z0-9_]{8}\Z")  # as `mkdtemp` makes them
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -52,6 +52,8 @@ def map_memory(path: Path, nbytes: int) -> Bytes:
             raise CenterError(f"{path} is not ours: it belongs to another user, or is no file.")
         if status.st_size < nbytes:
             raise CenterError(f"{path} is shorter than the center it should hold.")
+        if not _mark(fd):
+            raise CenterError(f"{path} is being freed by another process. Start again.")
         return _map(fd, nbytes)
     finally:
         os.close(fd)
@@ -66,13 +68,14 @@ def named(name: object, directory: Path) -> Path:
     if name == MEMORY_NAME:
         return directory / MEMORY_NAME
     path = Path(name) if isinstance(name, str) else Path()
-    if path.name != MEMORY_NAME or path.parent.parent != TMPFS or not _HOME.match(path.parent.name):
+    if path.name != MEMORY_NAME or path.parent.parent != TMPFS or not HOME.match(path.parent.name):
         raise ValueError(f"{name!r} is no memory of a center")
     return path
 
 
 def new_memory(directory: Path, nbytes: int) -> tuple[Path, Bytes]:
     """Make and map a file where there is room for it, all of it reserved."""
+    (directory / MEMORY_NAME).unlink(missing_ok=True)  # left by a creator that was killed
     room = {}
     for place in (TMPFS, directory):
         if not place.is_dir():
@@ -81,13 +84,9 @@ def new_memory(directory: Path, nbytes: int) -> tuple[Path, Bytes]:
         room[place] = status.f_bavail * status.f_frsize
         if room[place] < nbytes:
             continue
-        path = directory / MEMORY_NAME
         try:
-            if place == TMPFS:
-                path = Path(tempfile.mkdtemp(prefix="springline-", dir=TMPFS)) / MEMORY_NAME
-            return path, _make(path, directory, nbytes)
+            return _make(place, directory, nbytes)
         except OSError as error:
-            free(path, directory)
             if error.errno not in _NO_ROOM:
                 raise
     rooms = ", ".join(f"{place} has {size / 1e9:.1f} GB" for place, size in room.items())
@@ -99,17 +98,22 @@ def free(memory: Path, directory: Path) -> None:
     if memory.parent == directory:
         memory.unlink(missing_ok=True)
         return
+    remove(memory.parent, NAMES)
+
+
+def remove(home: Path, names: Collection[str]) -> None:
+    """Remove files of ours from a directory in the tmpfs, and that if nothing else is there."""
     with contextlib.suppress(OSError):
-        for name in _NAMES:
-            memory.with_name(name).unlink(missing_ok=True)
-        memory.parent.rmdir()
+        for name in sorted(names, key=lambda name: name != MEMORY_NAME):  # the memory first
+            (home / name).unlink(missing_ok=True)
+        home.rmdir()
 
 
 def belongs(memory: Path, directory: Path) -> bool:
     """Whether there is this memory, and it is that of the center in a directory."""
     if memory == directory / MEMORY_NAME:
         return memory.is_file()
-    return memory.is_file() and _identity(directory) == _recorded(memory.parent)
+    return memory.is_file() and is_owner(directory, memory.parent)
 
 
 def owner_of(memory: Path) -> Path | None:
@@ -122,57 +126,62 @@ def owner_of(memory: Path) -> Path | None:
 def adopt(memory: Path, directory: Path) -> None:
     """Write down where the center's directory is now. Its lock for creation is held."""
     owner = owner_of(memory)
-    if owner and _identity(owner) != _recorded(memory.parent):
+    if owner and not is_owner(owner, memory.parent):
         _write_owner(memory, directory)
-        memory.with_name(_MISSING).unlink(missing_ok=True)
+        memory.with_name(MISSING_NAME).unlink(missing_ok=True)
 
 
-def in_use(directory: Path) -> bool:
-    """Whether a process maps memory of the center that is, or was, in a directory."""
-    memories = TMPFS.glob(f"springline-*/{MEMORY_NAME}")
-    return any(_stays_mapped(memory) for memory in memories if owner_of(memory) == directory)
+def is_owner(directory: Path, home: Path) -> bool:
+    """Whether memory in the tmpfs belongs to the center in this directory."""
+    with contextlib.suppress(OSError):
+        return (home / _IDENTITY).read_text("utf-8") == _identity(directory)
+    return False
 
 
-def sweep(memory_of: Callable[[Path], Path | None], mine: Path) -> None:
-    """Free the memory in the tmpfs that nobody maps and no center needs.
-
-    Its center has other memory; or the directory has not been where it was for a day. It may have
-    been moved, which only whoever opens it there can tell.
-
-    Args:
-        memory_of: returns the memory that a center's directory names, if it names one.
-        mine: a directory whose lock for creation we hold: what it does not name is lost.
-    """
-    for home in TMPFS.glob("springline-*"):
-        with contextlib.suppress(OSError, CenterError):
-            memory, missing = home / MEMORY_NAME, home / _MISSING
-            directory = owner_of(memory)
-            if directory is None or home.stat().st_uid != os.getuid() or _is_mapped(memory):
-                continue
-            if _identity(directory) == _recorded(home):
-                missing.unlink(missing_ok=True)
-                named = memory_of(directory)
-                lost = named != memory and (named is not None or directory == mine)
-            else:
-                if not missing.exists():
-                    missing.touch(mode=0o600)
-                lost = time.time() - missing.stat().st_mtime > _GRACE
-            if lost:
-                free(memory, directory)
+def is_mapped(memory: Path) -> bool:
+    """Whether a process maps a center's memory. Takes no lock to find out."""
+    with _opened(memory) as fd:
+        return fd >= 0 and record_lock(fd, fcntl.F_OFD_GETLK, fcntl.F_WRLCK) != fcntl.F_UNLCK
 
 
-def _make(path: Path, directory: Path, nbytes: int) -> Bytes:
-    path.unlink(missing_ok=True)  # left by a creator that was killed
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+@contextlib.contextmanager
+def unmapped(memory: Path) -> Iterator[bool]:
+    """Whether there is a memory that no process maps; none begins to within the block."""
+    with _opened(memory) as fd:
+        yield fd >= 0 and _lock(fd, fcntl.F_WRLCK)
+
+
+def _make(place: Path, directory: Path, nbytes: int) -> tuple[Path, Bytes]:
+    path, fd = directory / MEMORY_NAME, -1
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH)  # before it has an owner: nobody sweeps it
-        if path.parent != directory:
+        while fd < 0:
+            if place == TMPFS:
+                path = Path(tempfile.mkdtemp(prefix="springline-", dir=TMPFS)) / MEMORY_NAME
+            try:
+                fd = _open_new(path)
+            except FileNotFoundError:
+                if place != TMPFS:
+                    raise
+        if place == TMPFS:
             _write(path.with_name(_IDENTITY), _identity(directory) or "")
             _write_owner(path, directory)
         os.posix_fallocate(fd, 0, nbytes)  # a full tmpfs would be a SIGBUS later
-        return _map(fd, nbytes)
+        return path, _map(fd, nbytes)
+    except BaseException:
+        free(path, directory)
+        raise
     finally:
-        os.close(fd)
+        if fd >= 0:
+            os.close(fd)
+
+
+def _open_new(path: Path) -> int:
+    """Create a memory's file and mark it; -1 if a sweep in another process was faster."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    if _mark(fd):
+        return fd
+    os.close(fd)
+    return -1
 
 
 def _identity(directory: Path) -> str | None:
@@ -181,12 +190,6 @@ def _identity(directory: Path) -> str | None:
     except OSError:
         return None
     return f"{itself.st_dev} {itself.st_ino} {lock.st_ino}"
-
-
-def _recorded(home: Path) -> str:
-    with contextlib.suppress(OSError):
-        return (home / _IDENTITY).read_text("utf-8")
-    return ""
 
 
 def _write_owner(memory: Path, directory: Path) -> None:
@@ -200,28 +203,31 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text, "utf-8")
 
 
-def _map(fd: int, nbytes: int) -> Bytes:
-    fcntl.flock(fd, fcntl.LOCK_SH)  # for as long as it is mapped: the mapping keeps the file open
-    return np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
+def _mark(fd: int) -> bool:
+    """Mark memory as mapped, for as long as it is: the mapping keeps the file open."""
+    return _lock(fd, fcntl.F_RDLCK) and os.fstat(fd).st_nlink > 0  # else somebody frees it
 
 
-def _stays_mapped(memory: Path) -> bool:
-    for _ in range(3):  # a sweep in another process looks like a mapping, for an instant
-        if not _is_mapped(memory):
-            return False
-        time.sleep(0.01)
+def _lock(fd: int, kind: int) -> bool:
+    try:
+        record_lock(fd, fcntl.F_OFD_SETLK, kind)
+    except BlockingIOError:
+        return False
     return True
 
 
-def _is_mapped(memory: Path) -> bool:
-    try:
+def _map(fd: int, nbytes: int) -> Bytes:
+    return np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
+
+
+@contextlib.contextmanager
+def _opened(memory: Path) -> Iterator[int]:
+    """Open a memory's file; -1 if there is none."""
+    fd = -1
+    with contextlib.suppress(FileNotFoundError):
         fd = os.open(memory, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        yield fd
     finally:
-        os.close(fd)
-    return False
+        if fd >= 0:
+            os.close(fd)

@@ -31,7 +31,6 @@ from springline.center.directory import (
     LAYOUT_NAME,
     check_platform,
     claim,
-    memory_of,
     no_checkpoint,
     open_locks,
     read_layout,
@@ -41,16 +40,9 @@ from springline.center.layout import Bytes, Layout
 from springline.center.locks import CREATE, KEEPER, RANK, RecordLocks
 from springline.center.member import MemoryMember
 from springline.center.memory import MemoryCenter
-from springline.center.place import (
-    adopt,
-    belongs,
-    free,
-    in_use,
-    map_memory,
-    new_memory,
-    sweep,
-)
+from springline.center.place import adopt, belongs, free, map_memory, new_memory
 from springline.center.plan import Plan
+from springline.center.segments import in_use, sweep
 from springline.files import write_text
 from springline.rules.rule import Rule
 
@@ -245,7 +237,7 @@ class SharedCenter(MemoryCenter):
     @contextlib.contextmanager
     def _new(cls, directory: Path, plan: Plan, locks: RecordLocks) -> Iterator[SharedCenter]:
         """Make a center's memory; what fills it decides whether the center comes to be."""
-        sweep(memory_of, directory)
+        sweep()
         path, raw = new_memory(directory, plan.nbytes)
         try:
             center = cls(directory, plan, path, raw, locks)

@@ -1,0 +1,102 @@
+"""The directories of ours in the tmpfs: whose memory they hold, and which nobody needs any more."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from springline.center import place
+from springline.center.directory import memory_of
+from springline.center.errors import CenterError
+
+# "center": its directory names it. "lost": nothing does; whoever made or freed it was killed.
+# "missing": its directory is not where it was; whoever opens it at another place finds it there.
+Fate = Literal["center", "lost", "missing"]
+_GRACE = 24 * 3600.0  # seconds that memory outlives a directory which was moved, or removed
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A directory of ours in the tmpfs."""
+
+    path: Path
+    owner: Path | None  # the directory of its center, where it was last seen
+    nbytes: int
+    mapped: bool  # by a process
+
+    @property
+    def memory(self) -> Path:
+        """The file of the center's memory, which may be missing."""
+        return self.path / place.MEMORY_NAME
+
+    @property
+    def fate(self) -> Fate:
+        """Who needs it, now.
+
+        Raises:
+            CenterError: its directory is damaged.
+        """
+        owner = place.owner_of(self.memory)
+        if owner is None or not self.memory.exists():
+            return "lost"
+        if not place.is_owner(owner, self.path):
+            return "missing"
+        return "center" if memory_of(owner) == self.memory else "lost"
+
+    def free(self, fate: Fate) -> bool:
+        """Free the memory if no process maps it and its fate is still this; return whether."""
+        names = {path.name for path in self.path.iterdir()}
+        if not self.memory.exists():
+            # Whoever makes a segment makes its memory before the other files: those that we have
+            # seen without it were left. If there were none, it may be about to be made.
+            place.remove(self.path, names & place.NAMES)
+        else:
+            with place.unmapped(self.memory) as unmapped:
+                if unmapped and self.fate == fate:
+                    place.remove(self.path, place.NAMES)
+        return not self.memory.exists()
+
+
+def segments() -> Iterator[Segment]:
+    """Find those of this user. Takes no lock."""
+    for path in sorted(place.TMPFS.glob("springline-*")):
+        with contextlib.suppress(OSError):  # they come and go
+            status = path.lstat()
+            ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            if not ours or not place.HOME.match(path.name):
+                continue
+            names = {child.name for child in path.iterdir()}
+            if names and not names & place.NAMES:
+                continue
+            memory = path / place.MEMORY_NAME
+            nbytes = memory.lstat().st_blocks * 512 if memory.exists() else 0
+            yield Segment(path, place.owner_of(memory), nbytes, place.is_mapped(memory))
+
+
+def in_use(directory: Path) -> bool:
+    """Whether a process maps memory of the center that is, or was, in a directory."""
+    return any(segment.mapped for segment in segments() if segment.owner == directory)
+
+
+def sweep() -> None:
+    """Free the memory that nobody maps and no center needs.
+
+    That of a directory which is not where it was stays for a day.
+    """
+    for segment in segments():
+        with contextlib.suppress(OSError, CenterError):
+            if segment.mapped:
+                continue
+            missing, fate = segment.path / place.MISSING_NAME, segment.fate
+            if fate == "center":
+                missing.unlink(missing_ok=True)
+            elif fate == "missing" and not missing.exists():
+                missing.touch(mode=0o600)
+            elif fate == "lost" or time.time() - missing.stat().st_mtime > _GRACE:
+                segment.free(fate)

@@ -1,0 +1,123 @@
+"""Processes killed while they make, save or retire a center: the next start removes the rest."""
+
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from springline import ElasticAverage, SharedCenter
+from springline.center import Layout, place
+from springline.center.directory import memory_of
+
+RULE = ElasticAverage(workers=1, period=1, moving_rate=0.5)
+VALUES = {"v": np.arange(1 << 14, dtype=np.float32)}
+KEPT = {"lock", "layout.json", "checkpoint.safetensors", "checkpoint-previous.safetensors"}
+SLOW = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def create(directory):
+    return SharedCenter.create_or_join(directory, Layout.of(VALUES), RULE, VALUES)
+
+
+def make_save_retire(directory):
+    center = create(directory)
+    center.save()
+    center.retire()
+
+
+def die_at(pipe, tmpfs, directory, instant, full):
+    """Kill ourselves before the call number `instant` that the system is asked for, if any."""
+    place.TMPFS = tmpfs
+    if full:
+        room = os.statvfs
+        os.statvfs = lambda path: room("/proc" if path == tmpfs else path)
+    calls = 0
+
+    def count(event, _):
+        nonlocal calls
+        if event.startswith(("open", "os.", "fcntl.", "mmap.", "tempfile.")):
+            calls += 1
+            if calls == instant:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+    make_save_retire(directory)
+    pipe.send(calls)
+
+
+def go_on(pipe, tmpfs, directory):
+    """Make, save and retire, until somebody kills us."""
+    place.TMPFS = tmpfs
+    pipe.send("begun")
+    while True:
+        make_save_retire(directory)
+
+
+@pytest.fixture
+def fork():
+    """`fork(function, *args)` is as `start`, from a process that has imported all we need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["springline"])
+
+    def fork(function, *args):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=function, args=(theirs, *args), daemon=True)
+        process.start()
+        theirs.close()
+        return process, ours
+
+    return fork
+
+
+def check_next_start(tmpfs, directory, elsewhere):
+    """Start in another directory, then in the same: nothing is left that no center needs."""
+    make_save_retire(elsewhere)
+    left = [home / "center.memory" for home in tmpfs.iterdir()]
+    assert left in ([], [memory_of(directory)])
+    make_save_retire(directory)
+    assert list(tmpfs.iterdir()) == []
+    for place_ in (directory, elsewhere):
+        assert {path.name for path in place_.iterdir()} <= KEPT
+    with create(directory) as center:
+        np.testing.assert_array_equal(center.values()["v"], VALUES["v"])
+        center.retire()
+
+
+@pytest.mark.parametrize("case", ["new", "saved", "full tmpfs"])
+def test_a_kill_before_any_call_leaves_nothing_to_the_next_start(fork, tmpfs, tmp_path, case):
+    """Of all instants, those between two calls of the system are the ones that differ."""
+    calls, instant = 1, 0
+    while instant < calls:
+        directory = tmp_path / f"run-{instant}"
+        if case == "saved":
+            make_save_retire(directory)
+        process, pipe = fork(die_at, tmpfs, directory, instant, "full" in case)
+        if instant == 0:  # it lives, and counts
+            calls = pipe.recv()
+        process.join(30)
+        pipe.close()
+        assert process.exitcode == (-signal.SIGKILL if instant else 0)
+        check_next_start(tmpfs, directory, tmp_path / "elsewhere")
+        instant += 1
+    assert calls > 30
+
+
+@pytest.mark.parametrize("kills", [20, pytest.param(1000, marks=SLOW)])
+def test_kills_leave_nothing_to_the_next_start(fork, tmpfs, tmp_path, kills):
+    seed = random.SystemRandom().randrange(2**32)
+    instants = random.Random(seed)
+    for kill in range(kills):
+        directory = tmp_path / f"run-{kill % 5}"
+        process, pipe = fork(go_on, tmpfs, directory)
+        assert pipe.recv() == "begun"
+        time.sleep(instants.uniform(0, 0.05))
+        process.kill()
+        process.join(30)
+        pipe.close()
+        assert process.exitcode == -signal.SIGKILL, f"seed {seed}"
+        check_next_start(tmpfs, directory, tmp_path / "elsewhere")
