@@ -1,9 +1,10 @@
-"""The command line: `springline run`, `top`, `plot`, `export`."""
+"""The command line: `springline run`, `top`, `plot`, `export`, `ls`, `clean`."""
 
 from __future__ import annotations
 
 import contextlib
 import shlex
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.filesize import decimal
 
 from springline.center import CenterError
-from springline.launch.directory import LaunchError, find_run, is_at_work
+from springline.center.place import TMPFS
+from springline.launch.directory import RUNS, LaunchError, find_run, is_at_work, short
 from springline.launch.export import export as export_center
 from springline.launch.launcher import Launcher
 from springline.launch.request import ClusterRequest
@@ -28,6 +31,7 @@ app = typer.Typer(
 )
 _CLUSTER = "Many machines"
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")]
+RunsArgument = Annotated[Path, typer.Argument(metavar="DIR", help="Where runs are, or one run.")]
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -145,7 +149,7 @@ def run(
             max_restarts=max_restarts,
             say=say,
         )
-    place = _short(launcher.directory)
+    place = short(launcher.directory)
     start = "Going on with the run in" if launcher.continues else "A new run in"
     who = many(launcher.workers, "worker")
     who += f" and {many(launcher.ps, 'parameter server')}" if launcher.ps else ""
@@ -154,10 +158,10 @@ def run(
     say(f"{start} {place}: {script} on {who}.")
     with Screen(launcher.directory, console, live=console.is_terminal and not no_live) as screen:
         status = launcher.run(screen.refresh)
-    place = _short(launcher.directory)  # it may have been moved
+    place = short(launcher.directory)  # it may have been moved
     failed = launcher.failed
     if failed:
-        say(f"The last lines of {failed.name} ({_short(failed.log)}):")
+        say(f"The last lines of {failed.name} ({short(failed.log)}):")
         for line in failed.last_lines():
             say(f"  {line}")
     if launcher.center is None and not launcher.ps and not launcher.lost:
@@ -174,11 +178,11 @@ def run(
     if launcher.center:
         version = launcher.version
         which = "" if version is None else f" (version {version:,})"
-        words = f"The center is in {_short(launcher.center)}{which}, the workers' output in "
+        words = f"The center is in {short(launcher.center)}{which}, the workers' output in "
         words += f"{place}/logs"
     if (launcher.directory / FOLDER).exists():
         words += f", the metrics in {place}/{FOLDER}"
-    words += f", the plot in {_short(plot)}." if plot else "."
+    words += f", the plot in {short(plot)}." if plot else "."
     if status and launcher.resumable:
         again = ["springline", "run", "--run", str(place), str(script), *arguments]
         where = " (from the script's own checkpoint)" if launcher.ps else ""
@@ -237,6 +241,52 @@ def export(
     typer.echo(f"The center ({source}) is in {path}.")
 
 
+@app.command()
+def ls(directory: RunsArgument = Path(RUNS)) -> None:
+    """List the runs in DIR, and what memory and disk they hold."""
+    from springline.launch.holdings import find_holdings
+    from springline.monitor.listing import show
+
+    holdings = find_holdings(_check_there(directory))
+    if not holdings:
+        typer.echo(
+            f"There are no runs in {directory}, and no memory of yours is in {TMPFS}. "
+            "`springline run SCRIPT` starts a run."
+        )
+        return
+    show(holdings, Console())
+    unused = [s.nbytes for h in holdings for s in h.segments if not s.mapped]
+    if unused:
+        typer.echo(f"No process uses {decimal(sum(unused))} in {TMPFS}: see `springline clean`.")
+
+
+@app.command()
+def clean(
+    directory: RunsArgument = Path(RUNS),
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Free memory and temporary files that no process uses. No run and no checkpoint is removed."""
+    from springline.launch.clean import find_unused, free_all
+
+    found = find_unused(_check_there(directory))
+    if not found:
+        typer.echo("There is nothing to free.")
+        return
+    for unused in found:
+        typer.echo(f"{decimal(unused.nbytes):>10}  {unused.what}")
+    if not yes and not (sys.stdin.isatty() and sys.stdout.isatty()):
+        command = shlex.join(["springline", "clean", str(directory), "--yes"])
+        typer.echo(f"Nothing is freed yet. To free this: {command}")
+        raise typer.Exit(1)
+    if not yes and not typer.confirm(f"Free {decimal(sum(u.nbytes for u in found))}?"):
+        raise typer.Exit(1)
+    freed, failed = free_all(found)
+    for text in failed:
+        typer.echo(f"springline: {text}", err=True)
+    typer.echo(f"{decimal(freed)} freed.")
+    raise typer.Exit(1 if failed else 0)
+
+
 @contextlib.contextmanager
 def _clear_errors() -> Iterator[None]:
     """Turn what we know how to say into one sentence and an exit status."""
@@ -247,10 +297,12 @@ def _clear_errors() -> Iterator[None]:
         raise typer.Exit(2 if isinstance(error, LaunchError) else 1) from error
 
 
-def _short(path: Path) -> Path:
-    with contextlib.suppress(ValueError):
-        return path.relative_to(Path.cwd())
-    return path
+def _check_there(directory: Path) -> Path:
+    """Return a directory of runs; refuse one that is not there, but for the default."""
+    with _clear_errors():
+        if not directory.is_dir() and directory != Path(RUNS):
+            raise LaunchError(f"There is no directory {directory}.")
+    return directory
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import pytest
 from springline import ElasticAverage, SharedCenter
 from springline.center import Layout, place
 from springline.center.directory import memory_of
+from springline.launch.clean import find_unused, free_all
 
 RULE = ElasticAverage(workers=1, period=1, moving_rate=0.5)
 VALUES = {"v": np.arange(1 << 14, dtype=np.float32)}
@@ -107,17 +108,43 @@ def test_a_kill_before_any_call_leaves_nothing_to_the_next_start(fork, tmpfs, tm
     assert calls > 30
 
 
-@pytest.mark.parametrize("kills", [20, pytest.param(1000, marks=SLOW)])
-def test_kills_leave_nothing_to_the_next_start(fork, tmpfs, tmp_path, kills):
+def kill_at_random(fork, tmpfs, directory, instants):
+    process, pipe = fork(go_on, tmpfs, directory)
+    assert pipe.recv() == "begun"
+    time.sleep(instants.uniform(0, 0.05))
+    process.kill()
+    process.join(30)
+    pipe.close()
+    assert process.exitcode == -signal.SIGKILL
+
+
+@pytest.fixture
+def instants():
     seed = random.SystemRandom().randrange(2**32)
-    instants = random.Random(seed)
+    print("seed", seed)  # shown if the test fails
+    return random.Random(seed)
+
+
+@pytest.mark.parametrize("kills", [20, pytest.param(1000, marks=SLOW)])
+def test_kills_leave_nothing_to_the_next_start(fork, tmpfs, tmp_path, instants, kills):
     for kill in range(kills):
         directory = tmp_path / f"run-{kill % 5}"
-        process, pipe = fork(go_on, tmpfs, directory)
-        assert pipe.recv() == "begun"
-        time.sleep(instants.uniform(0, 0.05))
-        process.kill()
-        process.join(30)
-        pipe.close()
-        assert process.exitcode == -signal.SIGKILL, f"seed {seed}"
+        kill_at_random(fork, tmpfs, directory, instants)
         check_next_start(tmpfs, directory, tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize("kills", [20, pytest.param(1000, marks=SLOW)])
+def test_kills_leave_nothing_to_clean(fork, tmpfs, tmp_path, instants, kills):
+    runs = [tmp_path / "runs" / str(kill) for kill in range(kills)]
+    for run in runs:
+        kill_at_random(fork, tmpfs, run, instants)
+    found = find_unused(tmp_path / "runs")
+    assert found
+    assert free_all(found)[1] == []
+    assert find_unused(tmp_path / "runs") == []
+    assert list(tmpfs.iterdir()) == []
+    for run in runs:
+        assert {path.name for path in run.iterdir()} <= KEPT
+        with create(run) as center:
+            np.testing.assert_array_equal(center.values()["v"], VALUES["v"])
+            center.retire()

@@ -75,6 +75,14 @@ def run(tmp_path):
 
 
 @pytest.fixture
+def own_tmpfs(tmp_path, tmpfs, start_command):
+    """A tmpfs of our own, for this process and for all that `start_command` starts."""
+    text = f"from springline.center import place\nplace.TMPFS = type(place.TMPFS)({str(tmpfs)!r})\n"
+    (tmp_path / "without" / "sitecustomize.py").write_text(text)
+    return tmpfs
+
+
+@pytest.fixture
 def train(start_command, run):
     """`train(rule, steps, pause)` starts the training script on three workers."""
 

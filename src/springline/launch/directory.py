@@ -134,9 +134,14 @@ def find_run(path: Path) -> Path:
     """Return the path if it is a run's directory; refuse it otherwise."""
     if not path.is_dir():
         raise LaunchError(f"There is no run in {path}: no such directory.")
-    if not any((path / name).exists() for name in _OURS):
+    if not is_run(path):
         raise LaunchError(f"{path} is not a run's directory. `springline run` makes them.")
     return path
+
+
+def is_run(path: Path) -> bool:
+    """Whether a directory is a run's, or a center's without a run."""
+    return any((path / name).exists() for name in _OURS)
 
 
 def is_held(path: Path) -> bool:
@@ -153,6 +158,12 @@ def is_held(path: Path) -> bool:
 def is_at_work(path: Path) -> bool:
     """Whether a launcher, or a worker that was started without one, is at work in a directory."""
     return is_held(path) or bool(_members(path / CENTER))
+
+
+def short(path: Path) -> Path:
+    """Return a path as one would type it here."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def _new() -> Path:
