@@ -144,7 +144,7 @@ def test_kills_leave_nothing_to_clean(fork, tmpfs, tmp_path, instants, kills):
     assert find_unused(tmp_path / "runs") == []
     assert list(tmpfs.iterdir()) == []
     for run in runs:
-        assert {path.name for path in run.iterdir()} <= KEPT
+        assert {path.name for path in run.glob("*")} <= KEPT  # it may not have come to make any
         with create(run) as center:
             np.testing.assert_array_equal(center.values()["v"], VALUES["v"])
             center.retire()
