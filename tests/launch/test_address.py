@@ -4,6 +4,8 @@ import json
 import os
 import re
 import signal
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -320,3 +322,6 @@ def test_torch_leaves_the_whole_model(command, cluster, run, script):
     center = load_file(run.path / "center.safetensors")
     assert "1.num_batches_tracked" in center  # which no center holds
     assert len(center) == 7
+    wait_for(
+        lambda: not [*Path(tempfile.gettempdir()).glob(f"springline-{center_name(run.path)}-*")]
+    )

@@ -52,7 +52,7 @@ class Actors:
         self.here = WorkerActor(given)
 
     def end(self):
-        self.here.close()
+        self.here.__ray_shutdown__()
         process = self.here._process
         wait_for(lambda: process is None or process.look() or not process.alive)
 
@@ -81,7 +81,6 @@ def on_ray(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(worker_actor.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(worker_actor, "_POLL", 0.05)
-    monkeypatch.setattr(worker_actor, "_BACK", 0.3)
     monkeypatch.setattr(ray_worker, "_AGAIN", 0.0)
     made = []
 
@@ -176,17 +175,11 @@ def test_an_actor_that_cannot_be_made_ends_the_run(on_ray, script):
     assert worker.refused.startswith("Worker 0 cannot start: ")
 
 
-def test_a_machine_without_the_script_is_named_and_ends_the_run_only_at_first(
-    on_ray, script, tmp_path
-):
+def test_a_machine_without_the_script_is_named(on_ray, script, tmp_path):
     path = tmp_path / "late.py"
     worker = on_ray(path)
     assert ended(worker) is None
     assert f"The script {path}, to be run from {tmp_path}, is not on " in worker.refused
-    worker.refused = None
-    assert ended(worker) is None
-    assert worker.refused is None
-    assert "The script" in worker.describe_end()
     assert worker.last_words() == ""
     path.write_text("print(1)")
     assert ended(worker) == 0
@@ -232,19 +225,9 @@ def test_a_worker_has_ended_though_what_it_has_left_running_prints_on(on_ray, sc
 @pytest.mark.parametrize("name", ["/etc/passwd", "../escaped", "launch.json", "logs/rank-1.log"])
 def test_only_a_workers_own_files_are_written(on_ray, script, tmp_path, name):
     worker = on_ray(script("print(1)"))
-    worker._write(FilePart(name, 0, 0, b"written"))
+    worker._write(FilePart(name, (0, 7), b"written"))
     assert list((tmp_path / "run").iterdir()) == []
     assert not (tmp_path / "escaped").exists()
-
-
-def test_a_file_that_shrinks_after_the_end_does_not_keep_the_launcher(on_ray, script, tmp_path):
-    worker = on_ray(script("print('x' * 100)"))
-    worker.start()
-    log = worker.actors.here._directory / "logs" / "rank-0.log"
-    wait_for(lambda: worker.actors.here.news({}, False).ended)
-    log.write_text("short")
-    wait_for(worker.look)
-    assert worker.entry.exit_code == 0
 
 
 def test_a_full_disk_costs_output_and_no_worker(on_ray, script, tmp_path, caplog):
@@ -280,10 +263,12 @@ def test_a_worker_whose_actor_does_not_answer_waits(on_ray, script):
     worker = on_ray(script("import time; time.sleep(1000)"))
     worker.start()
     wait_for(lambda: not worker.look() and worker.entry.pid)
-    assert worker.waits == 0
+    heard = worker.waits
     worker.actors.errors += [ActorUnavailableError("away", b"0" * 16)] * 3
-    wait_for(lambda: not worker.look() and worker.waits)
-    wait_for(lambda: not worker.look() and not worker.waits)
+    wait_for(lambda: not worker.look() and not worker.actors.errors)
+    waited = worker.waits
+    assert waited > heard
+    wait_for(lambda: not worker.look() and worker.waits < waited)
 
 
 def test_only_what_was_asked_for_is_sent_along(monkeypatch):

@@ -31,7 +31,6 @@ _ray: Any = ray  # some of its functions have no types
 _WAIT = 10.0  # seconds after which we report that a worker has not started
 _SILENCE = 20.0  # seconds after which we report that nobody answers
 _AGAIN = 60.0  # seconds after which a warning is repeated
-_CLOSING = 5.0  # seconds that actors may take to clean up
 
 
 class RayBackend(Backend):
@@ -151,8 +150,6 @@ class RayBackend(Backend):
             return  # they are gone, and nobody answers
         for worker in self._ranks:
             worker.release()
-        if closing := [worker.closing for worker in self._ranks if worker.closing is not None]:
-            ray.wait(closing, num_returns=len(closing), timeout=_CLOSING)
 
     def _given_up(self) -> list[int]:
         """Return the ranks that are not started again."""
@@ -277,6 +274,6 @@ def _options(asked: ClusterRequest) -> dict[str, Any]:
         "memory": 1,  # of an actor that asks for nothing at all, Ray minds no place
         "max_restarts": -1,
         "max_task_retries": 0,
-        "max_concurrency": 4,  # news, which may be asked twice, and signals
+        "max_concurrency": 4,  # looks, which may be asked twice, and signals
         "scheduling_strategy": "SPREAD",
     }

@@ -1,8 +1,8 @@
 """One worker of a run on a Ray cluster: the launcher's end of its actor.
 
-Ray restarts the actor, on another machine if need be. Every question is repeated until it is
-answered: the actor starts a script once for each number, and is told which bytes of the worker's
-files the launcher has, so that asking twice does no harm.
+Ray restarts the actor, on another machine if need be. The launcher asks one question, again and
+again: the actor starts a script once for each number, and is told which bytes of the worker's files
+the launcher has, so that asking twice does no harm.
 """
 
 from __future__ import annotations
@@ -23,12 +23,19 @@ from springline.files import write_text
 from springline.launch.directory import CENTER
 from springline.launch.state import CenterStatus
 from springline.launch.task import Task
-from springline.launch.worker_actor import Assignment, FilePart, News, Version, WorkerActor
+from springline.launch.worker_actor import (
+    Assignment,
+    FilePart,
+    News,
+    Start,
+    Version,
+    WorkerActor,
+)
 from springline.run import Run
 
 _log = logging.getLogger("springline")
 _AGAIN = 0.5  # seconds before an actor that is away is asked again
-_PATIENCE = 5.0  # seconds after which an actor that was told to kill its worker is killed itself
+_PATIENCE = 5.0  # seconds of silence after which the actor of a worker that is killed is, too
 
 
 class RayWorker(Task):
@@ -46,18 +53,14 @@ class RayWorker(Task):
         self._directory = directory
         self._options = dict(options)
         self._actor: Any = None
-        self._question: tuple[Any, ...] = ()  # method and arguments of what was asked last
         self._asked: Any = None  # the answer to come
         self._ask_at = 0.0
         self._known = ""  # the incarnation of the actor that answered last
         self._have: dict[str, Version] = {}  # what we have of each file
-        self._start = 0
-        self._alive = self._begun = False
-        self._kill_at: float | None = None
+        self._start = Start(0, [], False)
+        self._alive = self._begun = self._killed = False
         self._away = ""  # why it was lost
-        self._since = 0.0  # when it was to start, or its actor was last there
-        self._missed = False  # whether its actor does not answer
-        self.closing: Any = None  # its actor's last answer
+        self._heard = 0.0  # when its actor last answered, or it was to start
 
     @property
     def alive(self) -> bool:
@@ -67,23 +70,19 @@ class RayWorker(Task):
     @property
     def waits(self) -> float:
         """For how many seconds it has had no machine that answers."""
-        waiting = self._alive and (self._missed or not self._begun)
-        return time.monotonic() - self._since if waiting else 0.0
+        return time.monotonic() - self._heard if self._alive else 0.0
 
     def start(self) -> None:
         """Let its actor start it."""
         if self._actor is None:
             make = ray.remote(WorkerActor).options(**self._options)
             self._actor = make.remote(self._assignment)
-        self._alive, self._begun, self._missed = True, False, False
-        self._kill_at, self._away = None, ""
-        self._start += 1
-        self._since = time.monotonic()
-        self.entry.state, self.entry.exit_code, self.entry.pid = "starting", None, None
-        starts = [*self.entry.starts]
-        self.entry.starts.append(time.time())
         made = CenterStatus.read(self._directory / CENTER) is not None
-        self._ask("begin", self._start, starts, made)
+        self._start = Start(self._start.number + 1, [*self.entry.starts], made)
+        self._alive, self._begun, self._killed, self._away = True, False, False, ""
+        self._asked, self._ask_at, self._heard = None, 0.0, time.monotonic()
+        self.entry.state, self.entry.exit_code, self.entry.pid = "starting", None, None
+        self.entry.starts.append(time.time())
 
     def look(self) -> bool:
         """Return whether it has ended since the last look; its entry then has the exit code.
@@ -93,49 +92,42 @@ class RayWorker(Task):
         """
         if not self._alive:
             return False
-        if self._kill_at is not None and time.monotonic() > self._kill_at:
+        if self._killed and (not self._begun or self.waits > _PATIENCE):
             return self._lose("it did not end")
         if self._asked is None:
             if time.monotonic() >= self._ask_at:
-                self._ask(*self._question)
+                start = None if self._begun else self._start
+                stopping = Run(self._directory).stopping()
+                self._asked = self._actor.look.remote(start, self._have, stopping)
             return False
         if not ray.wait([self._asked], timeout=0)[0]:
             return False
         asked, self._asked = self._asked, None
         try:
-            news: News = ray.get(asked)
+            return self._hear(ray.get(asked))
         except ActorUnavailableError:  # it may answer, or is being restarted
-            now = time.monotonic()
-            if not self._missed:
-                self._missed, self._since = True, now
-            self._ask_at = now + _AGAIN
+            self._ask_at = time.monotonic() + _AGAIN
             return False
         except RayError as error:
             if not self._known:  # it has never been there
                 return self._refuse(f"{self.name.capitalize()} cannot start: {_last_line(error)}.")
             return self._lose(_last_line(error))
-        return self._hear(news)
 
     def send(self, number: signal.Signals) -> None:
         """Send it a signal."""
         if self._alive and self._begun:
             self._actor.send.remote(int(number))
         else:
-            self.kill()  # there is no process yet
+            self._killed = True  # there is no process yet
 
     def kill(self) -> None:
         """Kill it and all that it has started; its actor as well, if that does not answer."""
-        if self._alive and self._begun:
-            self._actor.kill.remote()
-            self._kill_at = self._kill_at or time.monotonic() + _PATIENCE
-        elif self._alive:
-            self._kill_at = 0.0
+        self._killed = True
+        self.send(signal.SIGKILL)
 
     def release(self) -> None:
-        """Let its actor clean up and go."""
-        if self._actor is not None:
-            self.closing = self._actor.close.remote()
-            self._actor = None  # it ends when it has answered: there is no other handle
+        """Let its actor clean up and go: it ends when there is no handle any more."""
+        self._actor = self._asked = None
 
     def describe_end(self) -> str:
         """Say how it ended."""
@@ -147,37 +139,28 @@ class RayWorker(Task):
         """Return its last line; nothing if the script was not started this time."""
         return super().last_words() if self._begun else ""
 
-    def _ask(self, method: str, *arguments: Any) -> None:
-        self._question = method, *arguments
-        self._asked = getattr(self._actor, method).remote(*arguments)
-
     def _hear(self, news: News) -> bool:
-        self._missed = False
+        self._heard = time.monotonic()
         if news.actor != self._known:  # its files are others
             self._known, self._have = news.actor, {}
             if self._begun:
                 self._away = "its actor or its machine died"
                 return self._end(None)
         self.entry.machine = news.machine
-        if news.refused and self._start == 1:
+        if news.refused:
             return self._refuse(news.refused)
-        if news.refused:  # what was there before may be back soon
-            self._away = news.refused.rstrip(".")
-            return self._end(None)
         if not self._begun:
             self._begun, self.entry.pid, self.entry.state = True, news.pid, "running"
         for part in news.parts:
             self._write(part)
         if news.stopping:
             Run(self._directory).stop()
-        if news.ended and not news.parts:
+        if news.ended:
             if news.left:
                 _log.warning("%s has left files in %s.", self.name.capitalize(), news.left)
             return self._end(news.code)
-        if self._kill_at is not None:
-            self._kill_at = time.monotonic() + _PATIENCE  # it answers
-            self._actor.kill.remote()  # the first one may have been lost
-        self._ask("news", self._have, Run(self._directory).stopping())
+        if self._killed:
+            self.kill()  # the first one may have been lost
         return False
 
     def _end(self, code: int | None) -> bool:
@@ -198,13 +181,13 @@ class RayWorker(Task):
 
     def _write(self, part: FilePart) -> None:
         """Write what has come of a file; what cannot be written is left out."""
-        self._have[part.name] = part.version, part.start + len(part.data)
+        self._have[part.name] = part.version
         path = self._directory / part.name
         if part.name not in self._assignment.files:
             return
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if part.version:
+            if part.name not in self._assignment.growing:
                 write_text(path, part.data)
             else:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_APPEND

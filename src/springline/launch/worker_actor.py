@@ -29,8 +29,6 @@ from springline.run import REPORT, WARNINGS, Run
 
 _POLL = 1.0  # seconds that the launcher's question waits for something new
 _PAUSE = 0.1
-_BACK = 10.0  # seconds in which a script that was there before may be back
-_MOST = 1 << 24  # bytes of a file that grows in one answer
 # What Ray sets for its own processes; the script is not one of them.
 _RAYS = {
     "PYTHONBREAKPOINT",
@@ -67,12 +65,26 @@ class Assignment:
 
 
 @dataclass(frozen=True)
+class Start:
+    """A start of the script.
+
+    Args:
+        number: of this one.
+        before: when the worker was started before, on whatever machine.
+        join: whether the run's center has been made.
+    """
+
+    number: int
+    before: list[float]
+    join: bool
+
+
+@dataclass(frozen=True)
 class FilePart:
     """Bytes of a file of the worker's directory: what is new at its end, or all of it."""
 
     name: str
-    version: int
-    start: int
+    version: Version  # with these bytes
     data: bytes
 
 
@@ -82,8 +94,8 @@ class News:
 
     actor: str  # the actor's incarnation; another one knows nothing of the process
     machine: str
-    pid: int | None = None
     refused: str | None = None  # why it cannot be started there, if it cannot
+    pid: int | None = None
     ended: bool = False
     code: int | None = None  # then
     stopping: bool = False  # whether it asks all workers to stop
@@ -111,87 +123,81 @@ class WorkerActor:
         self._machine = f"{socket.gethostname()} ({util.get_node_ip_address()})"
         self._id = uuid.uuid4().hex
         self._turn = threading.Lock()  # calls may come twice
-        self._start = 0
+        self._started = 0  # the number of the last start
         self._process: WorkerProcess | None = None
-        self._refused: str | None = None
-        self._final: dict[str, Version] | None = None  # its files, when its end was seen
 
-    def begin(self, start: int, starts: list[float], join: bool) -> News:
-        """Start the script, once for each number.
+    def look(self, start: Start | None, have: Mapping[str, Version], stopping: bool) -> News:
+        """Start the script, if this start is new; return what is new, after a while if nothing is.
 
-        Args:
-            start: the number of this start.
-            starts: when the worker was started before, on whatever machine.
-            join: whether the run's center has been made.
-        """
-        with self._turn:
-            if start != self._start:
-                self._start, self._final = start, None
-                self._refused = self._problem()
-                deadline = time.monotonic() + (_BACK if start > 1 else 0.0)
-                while self._refused and time.monotonic() < deadline:
-                    time.sleep(_PAUSE)
-                    self._refused = self._problem()
-                if not self._refused:
-                    self._process = self._make_process(join)
-                    self._process.entry.starts = list(starts)
-                    self._process.start()
-            pid = self._process.entry.pid if self._process else None
-            return News(self._id, self._machine, pid, self._refused)
-
-    def news(self, have: Mapping[str, Version], stopping: bool) -> News:
-        """Return what is new, after a while if nothing is.
+        All that the worker has written is in the answer that reports its end.
 
         Args:
+            start: is to be made; None once the launcher knows that it was.
             have: what the launcher has of each file.
             stopping: whether all workers have been asked to stop.
         """
+        refused = self._begin(start) if start else None
         process, run = self._process, Run(self._directory)
-        if process is None:
-            return News(self._id, self._machine)
+        if process is None or refused:  # this actor is new, or cannot do it
+            return News(self._id, self._machine, refused)
         if stopping:
             run.stop()
-        deadline = time.monotonic() + _POLL
+        deadline = time.monotonic() + (0.0 if start else _POLL)
         while True:
             with self._turn:
                 process.look()
-                ended, code = not process.alive, process.entry.exit_code
-                if ended and self._final is None:  # what it has left running may write for ever
-                    self._final = self._files()
+                pid, ended, code = process.entry.pid, not process.alive, process.entry.exit_code
             parts, stops = tuple(self._parts(have)), run.stopping() and not stopping
-            if ended or parts or stops or time.monotonic() > deadline:
-                found = process.entry.pid, None, ended, code, stops, parts
-                return News(self._id, self._machine, *found, self._left() if ended else None)
+            if ended or parts or stops or time.monotonic() >= deadline:
+                left = self._left() if ended else None
+                return News(self._id, self._machine, None, pid, ended, code, stops, parts, left)
             time.sleep(_PAUSE)
 
     def send(self, number: int) -> None:
-        """Send the process a signal."""
+        """Send the process a signal; SIGKILL to all that it has started, too."""
         with self._turn:
-            if self._process:
+            if self._process and number == signal.SIGKILL:
+                self._process.kill()
+            elif self._process:
                 self._process.send(signal.Signals(number))
 
-    def kill(self) -> None:
-        """Kill the process and all that it has started."""
-        with self._turn:
-            if self._process:
-                self._process.kill()
-
-    def close(self) -> None:
-        """End, and leave nothing behind but what is the script's own."""
-        self.kill()
+    def __ray_shutdown__(self) -> None:
+        """Leave nothing behind but what is the script's own: the launcher has let go of this."""
+        self.send(signal.SIGKILL)
         self._clear()
         with contextlib.suppress(OSError):
             self._directory.rmdir()
 
-    def __ray_shutdown__(self) -> None:
-        """Clean up before Ray ends this process."""
-        self.close()
+    def _begin(self, start: Start) -> str | None:
+        """Start the script, once for each number; return why it cannot be started here."""
+        with self._turn:
+            if start.number == self._started:
+                return None
+            given = self._given
+            folder = Path(given.directory) if given.directory else Path.cwd()
+            script = folder / given.command[0]
+            if not (folder.is_dir() and script.is_file() and os.access(script, os.R_OK)):
+                return (
+                    f"The script {script}, to be run from {folder}, is not on {self._machine}, or "
+                    "cannot be read there. Keep it in a directory that all machines see under the "
+                    "same name, or let it be copied to them with `--working-dir DIR`."
+                )
+            own = {k: v for k, v in os.environ.items() if k not in _RAYS} | given.environment
+            ours = environment(own, self._directory, given.rank, given.workers)
+            ours |= replace(given.cluster, join=start.join).environment()
+            self._process = WorkerProcess(
+                given.command, self._directory, given.rank, ours, cwd=given.directory
+            )
+            self._process.entry.starts = list(start.before)
+            self._process.start()
+            self._started = start.number
+            return None
 
     def _clear(self) -> None:
         """Remove what is ours."""
         for name in (*self._given.files, "stop"):
             (self._directory / name).unlink(missing_ok=True)
-        for name in ("logs", "metrics", CENTER):
+        for name in ("logs", "metrics", WARNINGS, CENTER):
             with contextlib.suppress(OSError):  # it is not there, or not empty
                 (self._directory / name).rmdir()
 
@@ -201,46 +207,16 @@ class WorkerActor:
         others = any(path not in ours for path in self._directory.rglob("*") if path.is_file())
         return f"{self._directory} on {self._machine}" if others else None
 
-    def _problem(self) -> str | None:
-        """Return what is wrong with the script on this machine."""
-        folder = Path(self._given.directory) if self._given.directory else Path.cwd()
-        script = folder / self._given.command[0]
-        if folder.is_dir() and script.is_file() and os.access(script, os.R_OK):
-            return None
-        return (
-            f"The script {script}, to be run from {folder}, is not on {self._machine}, or cannot "
-            "be read there. Keep it in a directory that all machines see under the same name, or "
-            "let it be copied to them with `--working-dir DIR`."
-        )
-
-    def _make_process(self, join: bool) -> WorkerProcess:
-        given = self._given
-        own = {k: v for k, v in os.environ.items() if k not in _RAYS} | given.environment
-        ours = environment(own, self._directory, given.rank, given.workers)
-        ours |= replace(given.cluster, join=join).environment()
-        return WorkerProcess(given.command, self._directory, given.rank, ours, cwd=given.directory)
-
-    def _files(self) -> dict[str, Version]:
-        """Return which of the files that the run needs are there."""
-        found = {}
-        for name in self._given.files:
-            with contextlib.suppress(OSError):
-                status = (self._directory / name).stat()
-                grows = name in self._given.growing
-                found[name] = 0 if grows else status.st_mtime_ns, status.st_size
-        return found
-
     def _parts(self, have: Mapping[str, Version]) -> Iterator[FilePart]:
         """Yield what the launcher has not."""
-        for name, (version, size) in (self._final or self._files()).items():
-            known, start = have.get(name, (version, 0))
-            start = start if known == version else 0
-            if start >= size:
-                continue
-            most = size - start if version else min(_MOST, size - start)
-            with contextlib.suppress(OSError):  # it was replaced this very moment
-                with (self._directory / name).open("rb") as file:
-                    file.seek(start)
-                    data = file.read(most)
-                if data:
-                    yield FilePart(name, version, start, data)
+        for name in self._given.files:
+            with (
+                contextlib.suppress(OSError),  # it is not there yet
+                (self._directory / name).open("rb") as file,
+            ):
+                grows = name in self._given.growing
+                replaced = 0 if grows else os.fstat(file.fileno()).st_mtime_ns
+                known, stop = have.get(name, (replaced, 0))
+                file.seek(stop if known == replaced else 0)
+                if data := file.read():
+                    yield FilePart(name, (replaced, file.tell()), data)
