@@ -12,10 +12,9 @@ from springline.center import CenterError
 from springline.launch.directory import LaunchError, RunDirectory
 from springline.launch.guard import Guard
 from springline.launch.keeper import Keeper
-from springline.launch.process import WorkerProcess, cores, environment
+from springline.launch.process import Job, Task, WorkerProcess, cores, environment
 from springline.launch.request import ClusterRequest
 from springline.launch.state import LaunchState
-from springline.launch.task import Job, Task
 
 Say = Callable[[str], None]
 

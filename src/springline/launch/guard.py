@@ -1,19 +1,28 @@
-"""A process beside the launcher that outlives it for a moment, to end what workers have started.
+"""Workers end with their launcher, however it ends, and so does what they have started.
 
-The kernel kills the workers of a launcher that was killed, but not their own children. Run as a
-file, it reads the numbers of process groups, `+N` for one that has begun and `-N` for one that has
-ended. At the end of its input, which is the end of the launcher, it kills those that are left.
+This file is also run, with `-I -S`, in two ways:
+
+With a launcher's process id and a command it is the beginning of a worker. It lets the kernel kill
+this process with the launcher, and then replaces itself: the script has the interpreter, the
+`sys.path`, the `__main__` and the tracebacks that it has without a launcher.
+
+With nothing it is a process beside the launcher, for what workers have started, which the kernel
+does not kill. It reads the numbers of process groups, `+N` for one that has begun and `-N` for one
+that has ended. At the end of its input, which is the end of the launcher, it kills what is left.
 """
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 
+_PR_SET_PDEATHSIG = 1
+
 
 class Guard:
-    """The launcher's side of it."""
+    """The launcher's side of the process beside it."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -57,5 +66,21 @@ def watch() -> None:
             os.killpg(group, signal.SIGKILL)
 
 
+def become(launcher: int, command: list[str]) -> None:
+    """Replace this process by `command`; the kernel kills it when its launcher dies.
+
+    With SIGKILL, since a script can block or outlast every other signal; a center is made to
+    survive it. The setting stays over `exec`.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != launcher:
+        sys.exit("The launcher is gone.")  # it died before we could ask
+    os.execv(command[0], command)  # noqa: S606 - our own interpreter and the user's script
+
+
 if __name__ == "__main__":
-    watch()
+    if sys.argv[1:]:
+        become(int(sys.argv[1]), [sys.executable, *sys.argv[2:]])
+    else:
+        watch()

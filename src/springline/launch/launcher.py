@@ -16,9 +16,9 @@ from springline.center import CenterError
 from springline.launch.backend import choose_backend, connect
 from springline.launch.directory import RunDirectory
 from springline.launch.keeper import LostError
+from springline.launch.process import Task
 from springline.launch.request import ClusterRequest, check_numbers, check_script
 from springline.launch.state import NAME, LaunchState
-from springline.launch.task import Task
 from springline.run import Run
 
 _LOOK = 0.1  # seconds between two looks at the workers

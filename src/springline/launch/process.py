@@ -1,20 +1,31 @@
-"""One worker of a run as a process of this machine."""
+"""One worker of a run: started, looked at, signalled, killed, its output kept.
+
+RUN/logs/rank-K.log    what rank K prints, over all its lives
+RUN/logs/ps-K.log      what parameter server K of a TensorFlow cluster prints
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
-from springline.launch import child
-from springline.launch.guard import Guard
-from springline.launch.task import Job, Task
+from springline.launch import guard as guards
+from springline.launch.state import WorkerEntry
+from springline.run import WARNINGS
 
+Job = Literal["ps", "worker"]
+# What the C++ parts of TensorFlow and gRPC write, often after a script's own last word.
+_LOGGED = re.compile(r"[IWEF]0000 |[IWEF]\d{4} \d\d:|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IWEF] ")
+_TAIL = 64 * 1024  # bytes of a log that its last lines are looked for in
 # glibc: keep freed memory instead of giving it back and faulting it in again at every exchange.
 _MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
@@ -24,8 +35,97 @@ _MEMORY = {
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-class WorkerProcess(Task):
+class Task(ABC):
     """One rank of a run, or one of its parameter servers, over all its lives.
+
+    Args:
+        directory: the run's.
+        number: the worker's rank, or the server's number.
+        job: which of the two it is.
+
+    Attributes:
+        entry: what is known of it.
+        restart_at: when it is to be started again, if it is.
+        refused: why the run cannot go on with it, once that is known.
+    """
+
+    def __init__(self, directory: Path, number: int, job: Job = "worker") -> None:
+        self.entry = WorkerEntry(number)
+        self.name = f"worker {number}" if job == "worker" else f"parameter server {number}"
+        kind = "rank" if job == "worker" else "ps"
+        self.log = directory / "logs" / f"{kind}-{number}.log"
+        self._warnings = directory / WARNINGS / f"{kind}-{number}.txt"
+        self._warned = self._warnings.stat().st_size if self._warnings.exists() else 0  # bytes
+        self.restart_at = 0.0
+        self.refused: str | None = None
+        self._mark = f"--- {kind} {number}, start "
+
+    @property
+    @abstractmethod
+    def alive(self) -> bool:
+        """Whether it runs, or is about to, as far as `look` has seen."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start it."""
+
+    @abstractmethod
+    def look(self) -> bool:
+        """Return whether it has ended since the last look; its entry then has the exit code."""
+
+    @abstractmethod
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Kill it and all that it has started."""
+
+    def release(self) -> None:
+        """Give back what it holds: it is not started again."""
+
+    def describe_end(self) -> str:
+        """Say how it ended."""
+        code = self.entry.exit_code
+        return "was lost" if code is None else describe_exit(code)
+
+    def first_line(self) -> str:
+        """Return the line that begins another life of it in its log."""
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        return f"{self._mark}{len(self.entry.starts)}, {now} ---\n"
+
+    def new_warnings(self) -> list[str]:
+        """Return what it has warned of since the last time."""
+        try:
+            with self._warnings.open("rb") as file:
+                file.seek(self._warned)
+                text = file.read()
+        except OSError:
+            return []
+        whole = text[: text.rfind(b"\n") + 1]
+        self._warned += len(whole)
+        return whole.decode("utf-8", "replace").splitlines()
+
+    def last_words(self) -> str:
+        """Return its last line that is not of a library's log; nothing if there is none."""
+        lines = [line for line in self.last_lines(200) if line.strip()]
+        return next((line for line in reversed(lines) if not _LOGGED.match(line)), "")
+
+    def last_lines(self, count: int = 20) -> list[str]:
+        """Return the last lines of its output, of its last life only."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+                text = file.read().decode("utf-8", "replace")
+        except OSError as error:
+            return [f"(Its output cannot be read: {error}.)"]
+        lines = text.splitlines()
+        starts = [n for n, line in enumerate(lines) if line.startswith(self._mark)]
+        return lines[starts[-1] + 1 if starts else 0 :][-count:]
+
+
+class WorkerProcess(Task):
+    """A task as a process of this machine.
 
     Args:
         command: the script, as the user typed it, and its arguments.
@@ -45,7 +145,7 @@ class WorkerProcess(Task):
         environment: Mapping[str, str],
         job: Job = "worker",
         cwd: str | None = None,
-        guard: Guard | None = None,
+        guard: guards.Guard | None = None,
     ) -> None:
         super().__init__(directory, number, job)
         self._command = list(command)
@@ -67,7 +167,7 @@ class WorkerProcess(Task):
         try:
             self.entry.starts.append(time.time())
             os.write(output, self.first_line().encode())
-            launcher = [sys.executable, "-I", "-S", child.__file__, str(os.getpid())]
+            launcher = [sys.executable, "-I", "-S", guards.__file__, str(os.getpid())]
             self._process = subprocess.Popen(  # noqa: S603 - the user's own script
                 launcher + self._command,
                 stdin=subprocess.DEVNULL,
@@ -113,6 +213,20 @@ class WorkerProcess(Task):
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def describe_exit(code: int) -> str:
+    """Say how a process ended.
+
+    >>> describe_exit(-9), describe_exit(3)
+    ('was killed by SIGKILL', 'ended with status 3')
+    """
+    if code >= 0:
+        return f"ended with status {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
 
 
 def environment(

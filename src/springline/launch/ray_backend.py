@@ -20,10 +20,10 @@ from springline.cluster import Cluster
 from springline.launch.backend import Backend, Say
 from springline.launch.directory import CENTER, RUNS, LaunchError, RunDirectory
 from springline.launch.keeper import storage_of
+from springline.launch.process import Task
 from springline.launch.ray_keeper import RayKeeper, center_name, check_center
 from springline.launch.ray_worker import RayWorker
 from springline.launch.request import ClusterRequest
-from springline.launch.task import Task
 from springline.launch.worker_actor import Assignment
 
 _log = logging.getLogger("springline")

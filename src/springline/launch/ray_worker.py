@@ -21,8 +21,8 @@ from ray.exceptions import ActorUnavailableError, RayError
 
 from springline.files import write_text
 from springline.launch.directory import CENTER
+from springline.launch.process import Task
 from springline.launch.state import CenterStatus
-from springline.launch.task import Task
 from springline.launch.worker_actor import (
     Assignment,
     FilePart,

@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from springline.rules import AGN, Rule
 from springline.tensorflow.getter import AGNCustomGetter, Trio, Variable, v1
+from springline.tensorflow.given import outer_like
 from springline.tensorflow.optimizer import CenterOptimizer
-from springline.tensorflow.outer import outer_like
 from springline.tensorflow.shards import Call, Shard, Tensor, after, finite
 
 

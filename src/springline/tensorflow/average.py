@@ -10,9 +10,9 @@ import tensorflow as tf
 from springline.center.waiting import wait_until
 from springline.rules import ModelAverage, Rule
 from springline.tensorflow.getter import ModelAverageCustomGetter, v1
+from springline.tensorflow.given import GradsAndVars
 from springline.tensorflow.members import Members, wait_in_graph
 from springline.tensorflow.optimizer import CenterOptimizer
-from springline.tensorflow.pairs import GradsAndVars
 from springline.tensorflow.rounds import Rounds, since_start
 from springline.tensorflow.shards import (
     Call,

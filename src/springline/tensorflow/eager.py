@@ -21,11 +21,8 @@ from springline import progress
 from springline import run as runs
 from springline.center import Center, LocalCenter
 from springline.center.checkpoint import write_tensors
-from springline.tensorflow.eager_variables import first_value, ref_of, unique_names
 from springline.tensorflow.getter import Trio, Variable
-from springline.tensorflow.outer import rate_of
-from springline.tensorflow.pairs import plain
-from springline.tensorflow.words import brief
+from springline.tensorflow.given import brief, first_value, plain, rate_of, ref_of, unique_names
 from springline.worker import Worker
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ import tensorflow as tf
 from springline.checks import is_number, true_or_false
 from springline.rules import ElasticAverage, Rule
 from springline.tensorflow.getter import ElasticAverageCustomGetter, Trio, Variable
+from springline.tensorflow.given import GradsAndVars
 from springline.tensorflow.members import Barrier, Members
 from springline.tensorflow.optimizer import CenterOptimizer
-from springline.tensorflow.pairs import GradsAndVars
 from springline.tensorflow.shards import Body, Call, Shard, Tensor, after, direct, finite
 
 

@@ -18,12 +18,18 @@ import tensorflow as tf
 from springline.checks import at_least_one, is_number, true_or_false
 from springline.rules.rule import Rule
 from springline.tensorflow.eager import EagerCenter
-from springline.tensorflow.eager_variables import check_mode, no_meaning
 from springline.tensorflow.getter import CustomGetter, Trio, Variable, v1
+from springline.tensorflow.given import (
+    GradsAndVars,
+    brief,
+    check_mode,
+    checked,
+    no_meaning,
+    trained,
+)
 from springline.tensorflow.hook import CenterHook
-from springline.tensorflow.pairs import GradsAndVars, checked, trained
 from springline.tensorflow.saver import SwappingSaver
-from springline.tensorflow.shards import Body, Call, Shard, Tensor, cut, direct
+from springline.tensorflow.shards import Body, Call, Shard, Tensor, Turns, cut, direct
 from springline.tensorflow.step import (
     StartNote,
     Step,
@@ -33,8 +39,6 @@ from springline.tensorflow.step import (
     refuse_branches,
     step_counter,
 )
-from springline.tensorflow.turns import Turns
-from springline.tensorflow.words import brief
 
 
 class CenterOptimizer(v1.train.Optimizer):

@@ -26,8 +26,7 @@ import tensorflow as tf
 
 from springline.tensorflow.getter import v1
 from springline.tensorflow.members import Members, Table
-from springline.tensorflow.shards import Shard, Tensor, after, only_if
-from springline.tensorflow.turns import Turn
+from springline.tensorflow.shards import Shard, Tensor, Turn, after, only_if
 
 _raw = tf.raw_ops
 # The last round that was closed, the one that is open, and the last that anything was added for:
