@@ -85,15 +85,6 @@ def test_it_follows_what_was_recorded(name, run):
         worker.member.leave()
 
 
-def test_who_joins_with_other_values_is_told(name, caplog):
-    caplog.set_level("INFO", "springline")
-    make(name)
-    make(name)
-    assert "replace this worker's own" not in caplog.text
-    make(name, values={n: v + 1 for n, v in VALUES.items()})
-    assert f"Joined the center {name} at version 0: its values replace" in caplog.text
-
-
 def test_a_center_that_was_made_before_is_not_made_anew(name):
     with pytest.raises(EndedError, match=rf"The center '{name}' is gone, and was kept nowhere: th"):
         make(name, join=True)

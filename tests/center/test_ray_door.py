@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from springline.center.errors import EndedError
-from springline.center.ray_door import Door
+from springline.center.ray_peer import Door, door
 
 LEFT = "This process has left the Ray cluster"
 # What was registered last comes first: the door is closed, it is said, and then Ray ends.
@@ -81,8 +81,6 @@ def test_nobody_is_let_in_without_a_cluster_behind():
 
 
 def test_who_was_inside_when_a_process_forked_is_not_waited_for_there():
-    from springline.center.ray_peer import door
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(door, "_connected", lambda: True)
         with door.inside():

@@ -10,12 +10,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from springline.center.center import check_layout, check_settings
 from springline.center.errors import CenterError, EndedError
@@ -34,7 +31,6 @@ from springline.center.ray_peer import (
     shard_name,
     shard_peers,
 )
-from springline.center.served.book import kept
 from springline.center.served.center import ServedCenter, first_parts
 from springline.center.served.head import GRACE
 from springline.center.served.messages import cut
@@ -107,7 +103,7 @@ class RayCenter(ServedCenter):
         if description is None:
             asked = restore, shards, storage, every, join
             try:
-                made = _new_center(name, plan, rule, values, *asked)
+                made = _new_center(name, plan, values, *asked)
             except BaseException:
                 head_peer(name, head).tell("abandon")
                 raise
@@ -123,12 +119,7 @@ class RayCenter(ServedCenter):
         check_settings(held.settings, plan.settings)
         Call(head_peer(name, head), "make_shards", rule).result()
         handles = [find(shard_name(name, k)) for k in range(description["shards"])]
-        center = cls(name, description, [head, *handles])
-        version, same = center.version, description["digest"] == _digest(layout, values)
-        if version or not same:
-            replaced = "" if same else ": its values replace this worker's own"
-            _log.info("Joined the center %s at version %d%s.", name, version, replaced)
-        return center
+        return cls(name, description, [head, *handles])
 
     @classmethod
     def open(cls, name: str, address: str | None = None) -> RayCenter:
@@ -209,7 +200,6 @@ def _call_head(
 def _new_center(
     name: str,
     plan: Plan,
-    rule: Rule,
     values: Mapping[str, Any],
     restore: str | Path | None,
     shards: int | None,
@@ -224,7 +214,7 @@ def _new_center(
             f"The center {name!r} is gone, and {where}: the run cannot go on. Start a new one, "
             "with a storage (`--storage`) that all machines see."
         )
-    asked = _how_many(plan, rule, shards, saved=storage is not None)
+    asked = _how_many(plan, shards)
     parts, version, steps = first_parts(plan, values, asked, restore)
     if len(parts) < (shards or 0):
         has = f"{len(parts)} shard{'s' * (len(parts) > 1)}"
@@ -235,7 +225,6 @@ def _new_center(
         "asked": asked,
         "shards": len(parts),
         "base": version,
-        "digest": _digest(plan.layout, values),
         "storage": storage,
         "every": list(every),
     }
@@ -246,16 +235,7 @@ def _where(storage: str | None) -> str:
     return f"in {storage}" if storage else "nowhere"
 
 
-def _digest(layout: Layout, values: Mapping[str, Any]) -> int:
-    """Return a checksum of a worker's own values."""
-    digest = 0
-    for entry in layout.entries:
-        value: Any = np.ascontiguousarray(values[entry.name], entry.center_dtype)
-        digest = zlib.crc32(value.reshape(-1).view(np.uint8), digest)
-    return digest
-
-
-def _how_many(plan: Plan, rule: Rule, shards: int | None, saved: bool) -> int:
+def _how_many(plan: Plan, shards: int | None) -> int:
     """Return into how many shards to cut a center; refuse more than there is memory for."""
     nodes = homes()
     held = plan.layout.nbytes + plan.state_nbytes
@@ -264,10 +244,9 @@ def _how_many(plan: Plan, rule: Rule, shards: int | None, saved: bool) -> int:
     if shards < 1:
         raise CenterError(f"`shards` must be an integer >= 1. Received: {shards}.")
     memory = sum(node["Resources"].get("memory", 0.0) for node in nodes)
-    replies = min(plan.workers, kept(held // shards)) if rule.adopts_message else 1
-    slots = plan.workers if plan.synchronous else 1 + replies  # and a message on its way
-    copies = 2 if saved else 0  # while checkpoints are written, perhaps all at once
-    needed = len(cut(plan, shards)) * _PROCESS + (1 + copies) * held + slots * plan.layout.nbytes
+    messages = plan.workers if plan.synchronous else 1
+    copies = 3 + messages  # its own, and two while checkpoints are written
+    needed = len(cut(plan, shards)) * _PROCESS + copies * held
     if needed > memory:
         raise CenterError(
             f"A center of {held / 1e9:.3g} GB in {shards} shards needs about {needed / 1e9:.3g} GB "

@@ -10,12 +10,12 @@ import os
 import socket
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from springline.center.errors import CenterError, EndedError
-from springline.center.ray_door import Door
 from springline.center.served.peer import NotHereError, PeerLostError
 
 os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")  # to connect, of 40 seconds each
@@ -48,6 +48,54 @@ OPTIONS: Mapping[str, Any] = {  # of `ray.init`
 PAUSE = 0.2  # seconds before an actor that is away is asked again
 _PATIENCE = 10.0  # seconds for a connection
 _log = logging.getLogger("springline")
+_LEAVING = 10.0  # seconds; who waits for an answer is out again within two
+
+
+class Door:
+    """The way into Ray for the threads of this process, closed before the interpreter ends.
+
+    Ray then frees what a thread that waits for an answer still uses: the process would die of
+    SIGSEGV. It takes no lock: a signal's handler may come at any moment.
+
+    Args:
+        connected: whether this process is in a cluster. Where it is not, Ray itself would connect
+            anew, even when the interpreter is about to end.
+    """
+
+    def __init__(self, connected: Callable[[], bool]) -> None:
+        self._connected = connected
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin anew, in a process that was forked: who was inside is not there."""
+        self._inside: set[object] = set()
+        self._closed = False
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Be inside, for any number of times.
+
+        Raises:
+            EndedError: this process leaves, or has left.
+        """
+        me = object()
+        try:
+            self._inside.add(me)  # first: who closes either sees us, or is seen
+            if self._closed or not self._connected():
+                raise EndedError("This process has left the Ray cluster. Start it again.")
+            yield
+        finally:
+            self._inside.discard(me)
+
+    def close(self, patience: float = _LEAVING) -> bool:
+        """Let nobody in any more, and wait until all are out; whether they are."""
+        self._closed = True
+        deadline = time.monotonic() + patience
+        while self._inside and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return not self._inside
+
+
 door = Door(ray.is_initialized)
 atexit.register(door.close)  # earlier than what Ray has registered before
 os.register_at_fork(after_in_child=door.renew)

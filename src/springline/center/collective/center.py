@@ -213,12 +213,6 @@ class CollectiveCenter(Center):
         steps: list[int] = first["steps"]
         more = [max(steps, default=0)] * (self.group.size - len(steps))  # ranks that are new
         self.rows = [Row(False, False, False, 0.0, n) for n in [*steps, *more][: self.group.size]]
-        if not np.array_equal(center, self.read()):
-            _log.info(
-                "Rank %d joined the center at version %d: its values replace this worker's own.",
-                self.group.rank,
-                self._version,
-            )
 
     def _first(
         self, center: Bytes, directory: Path | None, save_every: float, restore: Path | None
