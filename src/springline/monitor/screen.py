@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
+from io import TextIOWrapper
 from itertools import compress
 from pathlib import Path
 from types import TracebackType
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
-from rich.console import Console, Group, JustifyMethod, OverflowMethod, RenderableType
+from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.filesize import decimal
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -54,7 +55,6 @@ _COLUMNS = {
 _SPARE = ("exchanges", "restarts", "ms/exchange", "steps/s", "loss")  # the first goes first
 _GAP = 2  # between two columns
 _OTHER_ROWS = 9  # of the live screen, beside the workers'
-_ASCII = str.maketrans({"τ": "tau", "α": "alpha", "·": "|", "…": "..."})
 
 
 class Screen:
@@ -65,25 +65,23 @@ class Screen:
         console: where to.
         live: a screen that is drawn again and again; else a line every five seconds and at the
             end, without control characters.
-        total_steps: steps that each worker is to make, if the run does not tell.
 
     Attributes:
         status: the last that was read.
     """
 
-    def __init__(
-        self, directory: Path, console: Console, live: bool, total_steps: int | None = None
-    ) -> None:
+    def __init__(self, directory: Path, console: Console, live: bool) -> None:
         self.status: Status | None = None
         self._directory = directory
         self._console = console
-        self._total_steps = total_steps
         self._reader = StatusReader(directory)
         self._trouble = ""
         self._every = _LIVE_EVERY if live else _PLAIN_EVERY
         self._next = 0.0
         self._introduced = False
         self._live: Live | None = None
+        if isinstance(console.file, TextIOWrapper):
+            console.file.reconfigure(errors="replace")  # not every terminal knows τ
         if live:
             self._live = Live(Text(""), console=console, auto_refresh=False)
 
@@ -131,23 +129,10 @@ class Screen:
             if self.status.settings and not self._introduced:
                 self._introduced = True
                 self._print(_introduction(self.status))
-            self._print(_line(self.status, self._total()))
+            self._print(_line(self.status))
 
     def _print(self, text: str) -> None:
-        if not self._unicode:
-            text = text.translate(_ASCII)
         self._console.print(text, markup=False, highlight=False, soft_wrap=True, style=None)
-
-    @property
-    def _unicode(self) -> bool:
-        return self._console.encoding.lower().startswith("utf")
-
-    @property
-    def _overflow(self) -> OverflowMethod:
-        return "ellipsis" if self._unicode else "crop"
-
-    def _total(self) -> int | None:
-        return (self.status.total if self.status else None) or self._total_steps
 
     def _picture(self) -> RenderableType:
         status = self.status
@@ -156,37 +141,24 @@ class Screen:
         evaluations = evaluations_in_words(status.evaluations)
         room = max(4, self._console.height - _OTHER_ROWS - len(evaluations))
         parts = [self._head(status), self._bar(status), self._workers(status, room)]
-        parts += [self._text(words, cut=True) for words in evaluations]
-        parts.append(self._text(_footer(status), "dim"))
+        parts += [Text(words, no_wrap=True, overflow="ellipsis") for words in evaluations]
+        parts.append(Text(_footer(status), "dim"))
         if self._trouble:
-            parts.append(self._text(self._trouble, "red"))
+            parts.append(Text(self._trouble, "red"))
         return Group(*parts)
-
-    def _text(self, text: str, style: str = "", cut: bool = False) -> Text:
-        text = text if self._unicode else text.translate(_ASCII)
-        return Text(text, style, no_wrap=cut, overflow=self._overflow if cut else None)
 
     def _head(self, status: Status) -> RenderableType:
         head = Table.grid(expand=True, padding=(0, 1))
-        head.add_column(ratio=1, overflow=self._overflow, no_wrap=True)
-        head.add_column(justify="right", overflow=self._overflow, no_wrap=True)
+        head.add_column(ratio=1, overflow="ellipsis", no_wrap=True)
+        head.add_column(justify="right", overflow="ellipsis", no_wrap=True)
         words = [w for w in (rule_in_words(status.settings), clock(status.elapsed)) if w]
-        right = self._text("  ·  ".join(words))
+        right = Text("  ·  ".join(words))
         room = self._console.width - right.cell_len - 1
-        head.add_row(Text(self._end_of(str(status.directory), room), "bold"), right)
+        head.add_row(Text(_end_of(str(status.directory), room), "bold"), right)
         return head
 
-    def _end_of(self, path: str, room: int) -> str:
-        """Cut a path that is too long at its beginning: its end is what tells runs apart."""
-        if cell_len(path) <= room:
-            return path
-        dots = "…" if self._unicode else "..."
-        while path and cell_len(path) > room - len(dots):
-            path = path[1:]
-        return dots + path
-
     def _bar(self, status: Status) -> RenderableType:
-        total, done = self._total(), sum(worker.step for worker in status.workers)
+        total, done = status.total, sum(worker.step for worker in status.workers)
         words = [many(done, "step")]
         bar = ProgressBar(total=None, pulse=not status.over, pulse_style="cyan")
         if total and status.workers:
@@ -201,13 +173,13 @@ class Screen:
                 words.append(f"{'-:--:--' if left is None else clock(left)} left")
         row = Table.grid(expand=True, padding=(0, 1))
         row.add_column(ratio=1)
-        row.add_column(justify="right", overflow=self._overflow, no_wrap=True)
-        row.add_row(bar, self._text("  ".join(words)))
+        row.add_column(justify="right", overflow="ellipsis", no_wrap=True)
+        row.add_row(bar, Text("  ".join(words)))
         return Group(row, "")
 
     def _workers(self, status: Status, room: int) -> RenderableType:
         shown = status.workers if len(status.workers) <= room else status.workers[: room - 1]
-        rows = [[*_cells(worker), self._state(worker.state)] for worker in shown]
+        rows = [_cells(worker) for worker in shown]
         shows = _fitting(rows, self._console.width)
         table = Table(
             box=SIMPLE_HEAD,
@@ -219,17 +191,22 @@ class Screen:
         for name, width in compress(_COLUMNS.items(), shows):
             justify: JustifyMethod = "left" if name == "state" else "right"
             table.add_column(
-                name, justify=justify, no_wrap=True, overflow=self._overflow, min_width=width
+                name, justify=justify, no_wrap=True, overflow="ellipsis", min_width=width
             )
         for row in rows:
             table.add_row(*compress(row, shows))
         others = Counter(worker.state for worker in status.workers[len(shown) :])
         words = ", ".join(f"{count} {state}" for state, count in others.items())
-        return Group(table, self._text(f"… and {words}" if words else "", "dim"))
+        return Group(table, Text(f"… and {words}" if words else "", "dim"))
 
-    def _state(self, state: State) -> Text:
-        sign, style = _STATES[state]
-        return Text(f"{sign} {state}" if self._unicode else state, style=style)
+
+def _end_of(path: str, room: int) -> str:
+    """Cut a path that is too long at its beginning: its end is what tells runs apart."""
+    if cell_len(path) <= room:
+        return path
+    while path and cell_len(path) > room - 1:
+        path = path[1:]
+    return f"…{path}"
 
 
 def seconds_left(status: Status, total: int) -> float | None:
@@ -267,6 +244,7 @@ def _fitting(rows: list[list[Text]], width: int) -> list[bool]:
 def _cells(worker: WorkerStatus) -> list[Text]:
     loss = loss_in_words(worker.loss)
     rate = "-" if worker.rate is None else f"{worker.rate:,.1f}"
+    sign, style = _STATES[worker.state]
     return [
         Text(str(worker.rank)),
         Text(f"{worker.step:,}"),
@@ -275,6 +253,7 @@ def _cells(worker: WorkerStatus) -> list[Text]:
         Text("-" if worker.exchanges is None else f"{worker.exchanges:,}"),
         Text(_milliseconds(worker.milliseconds)),
         Text(str(worker.restarts), style="yellow" if worker.restarts else ""),
+        Text(f"{sign} {worker.state}", style=style),
     ]
 
 
@@ -306,8 +285,8 @@ def _introduction(status: Status) -> str:
     return f"{status.directory}: {rule}, {workers}"
 
 
-def _line(status: Status, total: int | None) -> str:
-    workers = status.workers
+def _line(status: Status) -> str:
+    workers, total = status.workers, status.total
     done = sum(worker.step for worker in workers)
     words = [clock(status.elapsed)]
     if total and workers:

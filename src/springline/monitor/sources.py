@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from springline.center import CenterError, Progress, SharedCenter
 from springline.center.checkpoint import describe, newest
+from springline.center.directory import LAYOUT_NAME, read_layout
 from springline.center.plan import BASE, Plan
 from springline.center.shared import CHECKPOINT_NAME
 from springline.launch.directory import is_held
@@ -21,21 +21,9 @@ _STALLED = 2.0  # seconds without a change, where changes used to come faster
 _TAIL = 1 << 20  # bytes of a rank's metrics that are read at first
 
 
-def read_plan(center: Path) -> tuple[Plan, Path] | None:
-    """Read what a center is and where its memory is, or was; None if there is no center yet."""
-    path = center / "layout.json"
-    try:
-        values = json.loads(path.read_text("utf-8"))
-        return Plan.from_json(values["plan"]), center / values["memory"]
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CenterError(f"Cannot read {path}: {error!r}. Is it a center's?") from error
-
-
 def find_plan(center: Path) -> Plan | None:
     """Read what a center is, or was, on this machine or on a cluster; None if there is none yet."""
-    found = read_plan(center)
+    found = read_layout(center)
     if found:
         return found[0]
     told = CenterStatus.read(center)
@@ -120,13 +108,13 @@ class CenterReader:
 
     def _look(self) -> None:
         try:
-            status = (self.directory / "layout.json").stat()
+            status = (self.directory / LAYOUT_NAME).stat()
             known = status.st_ino, status.st_mtime_ns
         except (FileNotFoundError, NotADirectoryError):
             known = None
         if known != self._known:
             self.close()
-            self._plan, self._memory = read_plan(self.directory) or (None, self.directory)
+            self._plan, self._memory = read_layout(self.directory) or (None, self.directory)
             self._known = known
         if self._plan is None or not self._memory.is_file():
             self.close()
