@@ -48,13 +48,13 @@ class CenterOptimizer(CenterReader):
         optimizer: torch.optim.Optimizer,
         make_rule: MakeRule,
         *,
-        model: torch.nn.Module | None,
-        center: AnyCenter,
-        use_locking: bool,
-        synchronous: bool | None,
-        overlap: bool,
-        timeout: float | None,
-        keep_own_weights: bool,
+        synchronous: bool,
+        model: torch.nn.Module | None = None,
+        use_locking: bool = True,
+        overlap: bool = False,
+        center: AnyCenter = None,
+        timeout: float | None = None,
+        keep_own_weights: bool = False,
     ) -> None:
         super().__init__(optimizer)
         true_or_false("overlap", overlap)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -18,25 +18,45 @@ from springline.torch.wrapper import State
 _PERIOD = "It is the number of local steps between two exchanges."
 
 
+class Options(TypedDict, total=False):
+    """What all three take.
+
+    Args:
+        model: the model; gives parameters their names, and lets its floating-point buffers travel
+            with the center.
+        use_locking: whether an exchange is atomic, per part of the center; True by default.
+            Under AGN it always is with optimizers other than SGD, whose moments would be some of
+            one step and some of another.
+        overlap: exchange in the background; the training loop waits for nobody, under averaging
+            until the next round is due. False by default.
+        center: a center, the directory of a shared one, or a `torch.distributed` process group
+            (not under AGN). By default that of the run the script was started in, else one of this
+            worker's own.
+        timeout: seconds after which waiting for other workers fails, naming them.
+        keep_own_weights: whether a worker that has loaded weights after this was made goes on with
+            those, where the center has others by then; by default it takes the center's.
+    """
+
+    model: torch.nn.Module | None
+    use_locking: bool
+    overlap: bool
+    center: AnyCenter
+    timeout: float | None
+    keep_own_weights: bool
+
+
 class ElasticAverageOptimizer(CenterOptimizer):
     """Elastic averaging: every few steps worker and center are pulled towards each other.
 
     Args:
         optimizer: any torch optimizer, made with the model's parameters.
-        model: the model; gives parameters their names, and lets its floating-point buffers travel
-            with the center.
         communication_period: τ, local steps between two exchanges.
         moving_rate: α in (0, 1], by default 0.9 / workers as in the authors' own code;
             TensorFlow's default was τ times weaker.
         rho: ρ, the exploration penalty; 0 costs nothing.
-        use_locking: whether an exchange is atomic, per part of the center.
         synchronous: whether all workers wait for each other before the first step.
-        overlap: exchange in the background; the training loop waits for nobody.
-        center: a center, the directory of a shared one, or a `torch.distributed` process group. By
-            default that of the run the script was started in, else one of this worker's own.
-        timeout: seconds after which waiting for other workers fails, naming them.
-        keep_own_weights: whether a worker that has loaded weights after this was made goes on with
-            those, where the center has others by then; by default it takes the center's.
+        **options: `model`, `use_locking`, `overlap`, `center`, `timeout`, `keep_own_weights`, as
+            `Options` in this file describes them.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> opt = ElasticAverageOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
@@ -48,16 +68,11 @@ class ElasticAverageOptimizer(CenterOptimizer):
         self,
         optimizer: torch.optim.Optimizer,
         *,
-        model: torch.nn.Module | None = None,
         communication_period: int = 10,
         moving_rate: float | None = None,
         rho: float = 0.0,
-        use_locking: bool = True,
         synchronous: bool = False,
-        overlap: bool = False,
-        center: AnyCenter = None,
-        timeout: float | None = None,
-        keep_own_weights: bool = False,
+        **options: Unpack[Options],
     ) -> None:
         at_least_one("communication_period", communication_period, _PERIOD)
 
@@ -66,17 +81,7 @@ class ElasticAverageOptimizer(CenterOptimizer):
                 period=communication_period, workers=workers, moving_rate=moving_rate, rho=rho
             )
 
-        super().__init__(
-            optimizer,
-            rule,
-            model=model,
-            center=center,
-            use_locking=use_locking,
-            synchronous=synchronous,
-            overlap=overlap,
-            timeout=timeout,
-            keep_own_weights=keep_own_weights,
-        )
+        super().__init__(optimizer, rule, synchronous=synchronous, **options)
         self._rho = rho
 
     def _observe(self) -> None:
@@ -124,42 +129,24 @@ class ModelAverageOptimizer(CenterOptimizer):
 
     Args:
         optimizer: any torch optimizer, made with the model's parameters.
-        model: the model; gives parameters their names, and lets its floating-point buffers travel
-            with the center.
         interval_steps: τ, local steps between two rounds.
-        use_locking: whether a shard is reduced under its lock.
-        overlap: meet in the background, until the next round is due.
-        center: a center, the directory of a shared one, or a `torch.distributed` process group. By
-            default that of the run the script was started in, else one of this worker's own.
-        timeout: seconds after which waiting for other workers fails, naming them.
-        keep_own_weights: whether a worker that has loaded weights after this was made goes on with
-            those, where the center has others by then; by default it takes the center's.
+        **options: `model`, `use_locking`, `overlap`, `center`, `timeout`, `keep_own_weights`, as
+            `Options` in this file describes them.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         *,
-        model: torch.nn.Module | None = None,
         interval_steps: int = 100,
-        use_locking: bool = True,
-        overlap: bool = False,
-        center: AnyCenter = None,
-        timeout: float | None = None,
-        keep_own_weights: bool = False,
+        **options: Unpack[Options],
     ) -> None:
         at_least_one("interval_steps", interval_steps, _PERIOD)
-        super().__init__(
-            optimizer,
-            lambda workers, _: ModelAverage(period=interval_steps, workers=workers),
-            model=model,
-            center=center,
-            use_locking=use_locking,
-            synchronous=True,
-            overlap=overlap,
-            timeout=timeout,
-            keep_own_weights=keep_own_weights,
-        )
+
+        def rule(workers: int, _: dict[str, dict[str, Any]]) -> Rule:
+            return ModelAverage(period=interval_steps, workers=workers)
+
+        super().__init__(optimizer, rule, synchronous=True, **options)
 
 
 class AGNOptimizer(CenterOptimizer):
@@ -170,32 +157,19 @@ class AGNOptimizer(CenterOptimizer):
 
     Args:
         optimizer: any torch optimizer, made with the model's parameters.
-        model: the model; gives parameters their names, and lets its floating-point buffers travel
-            with the center.
         communication_period: τ, local steps between two exchanges.
-        use_locking: whether an exchange is atomic, per part of the center; always with optimizers
-            other than SGD, whose moments would be some of one step and some of another.
         synchronous: whether all workers wait for each other before the first step.
-        overlap: exchange in the background; the training loop waits for nobody.
-        center: a center, or the directory of a shared one. By default that of the run the script
-            was started in, else one of this worker's own.
-        timeout: seconds after which waiting for other workers fails, naming them.
-        keep_own_weights: whether a worker that has loaded weights after this was made goes on with
-            those, where the center has others by then; by default it takes the center's.
+        **options: `model`, `use_locking`, `overlap`, `center`, `timeout`, `keep_own_weights`, as
+            `Options` in this file describes them.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         *,
-        model: torch.nn.Module | None = None,
         communication_period: int = 10,
-        use_locking: bool = True,
         synchronous: bool = False,
-        overlap: bool = False,
-        center: AnyCenter = None,
-        timeout: float | None = None,
-        keep_own_weights: bool = False,
+        **options: Unpack[Options],
     ) -> None:
         at_least_one("communication_period", communication_period, _PERIOD)
 
@@ -208,17 +182,7 @@ class AGNOptimizer(CenterOptimizer):
         self._sums: list[Tensor] = []
         self._without_gradient: list[Tensor] = []
 
-        super().__init__(
-            optimizer,
-            rule,
-            model=model,
-            center=center,
-            use_locking=use_locking,
-            synchronous=synchronous,
-            overlap=overlap,
-            timeout=timeout,
-            keep_own_weights=keep_own_weights,
-        )
+        super().__init__(optimizer, rule, synchronous=synchronous, **options)
 
     def _observe(self) -> None:
         """`a ← a + g`, in one call where the same parameters have a gradient as the step before."""
