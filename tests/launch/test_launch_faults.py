@@ -142,9 +142,10 @@ def test_what_workers_have_started_ends_with_a_killed_launcher_too(start_command
 DRIVER = """
 import sys
 from pathlib import Path
+from springline.launch import keeper
 from springline.launch.launcher import Launcher
-launcher = Launcher(Path(sys.argv[2]), sys.argv[3:], workers=2, directory=Path(sys.argv[1]),
-                    checkpoint_every=0.2)
+keeper.EVERY = 0.2
+launcher = Launcher(Path(sys.argv[2]), sys.argv[3:], workers=2, directory=Path(sys.argv[1]))
 sys.exit(launcher.run(TICK))
 """
 

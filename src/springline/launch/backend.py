@@ -157,7 +157,6 @@ def choose_backend(
     workers: int | None,
     ps: int | None,
     asked: ClusterRequest,
-    every: float,
     say: Say,
 ) -> tuple[Backend, ClusterRequest]:
     """Return a run's backend, and what is asked of a cluster; see `Launcher` for the rest.
@@ -186,7 +185,7 @@ def choose_backend(
         )
     if not asked.address:
         workers = _number(claim, workers, max(2, cores()))
-        keeper = Keeper(claim, every, say)
+        keeper = Keeper(claim, say)
         command = [str(script), *arguments]
         return LocalBackend(command, directory, workers, ps or 0, keeper), asked
     asked.check(ps)

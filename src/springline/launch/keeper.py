@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     Kept = SharedCenter | RayCenter
 
 FINAL = "center.safetensors"
+EVERY = 30.0  # seconds from one checkpoint to the next
 _LOOK = 0.2  # seconds between two looks whether there is a center
 PATIENCE = 10.0  # seconds to wait for a part of it that a process keeps locked
 
@@ -48,11 +49,10 @@ class Keeper:
 
     Args:
         claim: the run's directory.
-        every: seconds from one checkpoint to the next.
         say: told of a checkpoint that failed, and of files that were lost.
     """
 
-    def __init__(self, claim: RunDirectory, every: float, say: Callable[[str], None]) -> None:
+    def __init__(self, claim: RunDirectory, say: Callable[[str], None]) -> None:
         self._claim = claim
         self.saved = _modified(self._checkpoint)  # when, in seconds since the epoch
         self.version: int | None = None  # of the center that was kept for good
@@ -60,7 +60,6 @@ class Keeper:
         self._made = _modified(self._layout)  # when, by an earlier launch
         self._damage = ""  # what was, in words
         self._bare = False  # whether all was, also what is written beside the center
-        self._every = every
         self._say = say
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="keeper", daemon=True)
@@ -195,13 +194,13 @@ class Keeper:
         center.retire()
 
     def _keep(self) -> None:
-        failed, due = False, time.monotonic() + self._every
-        while not self._stop.wait(min(_LOOK, self._every)):
+        failed, due = False, time.monotonic() + EVERY
+        while not self._stop.wait(_LOOK):
             try:
                 self._center = self._center or self._open()
                 if self._center is None or time.monotonic() < due:
                     continue
-                due = time.monotonic() + self._every
+                due = time.monotonic() + EVERY
                 self._mend(self._center)
                 self._center.save(self._checkpoint)
                 self.saved, failed = time.time(), False

@@ -43,7 +43,6 @@ class Launcher:
         directory: the run's; None for a new one in `runs/`.
         cluster: what is asked of a Ray cluster; without an address, nothing.
         max_restarts: how many times each worker that dies is started again.
-        checkpoint_every: seconds from one checkpoint of the center to the next.
         say: told in a sentence what happens to workers.
 
     Raises:
@@ -60,7 +59,6 @@ class Launcher:
         directory: Path | None = None,
         cluster: ClusterRequest | None = None,
         max_restarts: int = 3,
-        checkpoint_every: float = 30.0,
         say: Callable[[str], None] = print,
     ) -> None:
         asked = cluster or ClusterRequest()
@@ -74,7 +72,7 @@ class Launcher:
         self.continues = self._claim.continues
         self._say = say
         self._max_restarts = max_restarts
-        what = script, arguments, workers, ps, asked, checkpoint_every
+        what = script, arguments, workers, ps, asked
         try:
             self._backend, asked = choose_backend(self._claim, *what, self._tell)
             self._claim.make_private()

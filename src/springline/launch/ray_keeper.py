@@ -62,7 +62,7 @@ class RayKeeper(Keeper):
         storage: str | None,
         given_up: Callable[[], list[int]],
     ) -> None:
-        super().__init__(claim, _EVERY, say)
+        super().__init__(claim, say)
         self._given_up = given_up
         self._name = name
         self._storage = storage
@@ -120,7 +120,7 @@ class RayKeeper(Keeper):
         return found[0]
 
     def _keep(self) -> None:
-        while not self._stop.wait(self._every):
+        while not self._stop.wait(_EVERY):
             with contextlib.suppress(CenterError, OSError, RayError):  # the next look will do
                 self._look()
             self._looks += 1
