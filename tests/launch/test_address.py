@@ -295,7 +295,7 @@ def test_workers_wait_for_room_and_say_so(start_command, cluster, run, script, t
     first = start_command(*words, 3, "--run", other.path, path)
     wait_for(lambda: all(other.running(rank) for rank in range(3)), PATIENCE)
     second = start_command(*words, 2, "--run", run.path, path)
-    sentence = "no machine yet: there are no free resources, or a node is still starting"
+    sentence = "no machine that answers: there are no free resources (each needs 1 CPU)"
     wait_for(lambda: sentence in second.output, PATIENCE)
     assert [w.state for w in run.state.workers].count("running") == 1
     (tmp_path / "end").touch()

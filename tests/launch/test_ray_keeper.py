@@ -19,7 +19,6 @@ from springline.center.served.storage import Storage
 from springline.launch import ray_keeper
 from springline.launch.directory import LaunchError
 from springline.launch.keeper import storage_of
-from springline.launch.ray_backend import RayBackend
 from springline.launch.ray_keeper import RayKeeper, center_name, check_center
 from springline.launch.state import CenterStatus, LaunchState
 from springline.rules import SGD
@@ -163,20 +162,6 @@ def test_the_center_is_fetched_at_the_end(serve, tmp_path):
     keeper = keeper_of(tmp_path)
     keeper.start()
     np.testing.assert_array_equal(load_file(keeper.finish())["w"], 3)
-
-
-def test_that_nobody_answers_is_said_once(tmp_path):
-    said, keeper = [], SimpleNamespace(silence=21.0)
-    backend = SimpleNamespace(
-        _center=keeper, _silent=False, _say=said.append, _ranks=[], _waiting=set()
-    )
-    for silence in (1.0, 21.0, 22.0, 1.0, 30.0):
-        keeper.silence = silence
-        RayBackend.tick(backend)
-    assert [text.partition(". ")[0] for text in said] == [
-        "The center has not answered for 21 s",
-        "The center has not answered for 30 s",
-    ]
 
 
 class Silent(contextlib.nullcontext):

@@ -102,17 +102,11 @@ os.register_at_fork(after_in_child=door.renew)
 
 
 class RayPeer:
-    """An actor.
-
-    Args:
-        name: what it is called in messages.
-        actor: its name on the cluster.
-        handle: the actor.
-    """
+    """An actor."""
 
     def __init__(self, name: str, actor: str, handle: Any) -> None:
-        self.name = name
-        self.actor = actor
+        self.name = name  # in messages
+        self.actor = actor  # its name on the cluster
         self._handle = handle
 
     def ask(self, method: str, *arguments: Any) -> _Pending:

@@ -63,15 +63,7 @@ class Backend:
 
 
 class LocalBackend(Backend):
-    """This machine: workers are processes, the center is in memory.
-
-    Args:
-        command: the script and its arguments.
-        directory: the run's.
-        workers: how many.
-        ps: how many parameter servers of a TensorFlow cluster.
-        keeper: the center's.
-    """
+    """This machine: workers are processes, the center is in memory."""
 
     def __init__(
         self, command: Sequence[str], directory: Path, workers: int, ps: int, keeper: Keeper
@@ -106,10 +98,6 @@ class LocalCluster:
     The ports are bound and not listened at, with `SO_REUSEADDR`, as TensorFlow's servers bind
     theirs: a task can then listen at its port, also when it is started again, and nobody is given
     the port by chance in between.
-
-    Args:
-        ps: how many parameter servers.
-        workers: how many workers.
     """
 
     def __init__(self, ps: int, workers: int) -> None:

@@ -28,21 +28,12 @@ from springline.launch.worker_actor import Assignment
 
 _log = logging.getLogger("springline")
 _ray: Any = ray  # some of its functions have no types
-_WAIT = 10.0  # seconds after which we report that a worker has not started
-_SILENCE = 20.0  # seconds after which we report that nobody answers
+_WAIT = 10.0  # seconds after which we report that a worker has no machine
 _AGAIN = 60.0  # seconds after which a warning is repeated
 
 
 class RayBackend(Backend):
     """A Ray cluster, to which this process is connected: an actor per worker.
-
-    Args:
-        script: as the user typed it.
-        arguments: the script's own.
-        claim: the run's directory.
-        workers: how many.
-        asked: of the cluster.
-        say: told in a sentence what happens.
 
     Raises:
         LaunchError: the run cannot be there.
@@ -87,7 +78,6 @@ class RayBackend(Backend):
         self._asked = asked
         self._say = say
         self._warnings = _Warnings(say)
-        self._silent = False  # whether nobody answers
         self._waiting: set[int] = set()  # ranks that were reported as waiting
         self._cut_off = False
 
@@ -97,23 +87,16 @@ class RayBackend(Backend):
         super().begin()
 
     def tick(self) -> None:
-        """Report, once, that nobody answers, and who has not started for a while."""
-        silence = self._center.silence
-        if silence > _SILENCE and not self._silent:
-            self._say(
-                f"The center has not answered for {silence:.0f} s. Still waiting. If the whole "
-                "cluster is gone, Ray ends this process within a minute or two: start the cluster "
-                "again, and go on with the same `--run`."
-            )
-        self._silent = silence > _SILENCE
+        """Report, once, who has no machine for a while."""
         waiting = {worker.entry.rank for worker in self._ranks if worker.waits > _WAIT}
         if new := waiting - self._waiting:
             ranks = ", ".join(map(str, sorted(new)))
             who = f"Worker {ranks} has" if len(new) == 1 else f"Workers {ranks} have"
             self._say(
-                f"{who} no machine yet: there are no free resources, or a node is still starting, "
-                f"or does not answer. Each needs {_amounts(_resources(self._asked))}; see `ray "
-                "status`."
+                f"{who} no machine that answers: there are no free resources (each needs "
+                f"{_amounts(_resources(self._asked))}), or a node is still starting or gone; see "
+                "`ray status`. If the whole cluster is gone, Ray ends this process within a minute "
+                "or two: start the cluster again, and go on with the same `--run`."
             )
         self._waiting = waiting
 
@@ -181,13 +164,7 @@ class _Warnings(logging.Handler):
 
 
 def connect_with(address: str, directory: str, run: Path) -> None:
-    """Connect to the cluster again, with a directory that Ray copies to every machine.
-
-    Args:
-        address: the cluster's.
-        directory: to be copied, but for what runs have left in it.
-        run: the run's own directory.
-    """
+    """Connect again, with a directory that Ray copies to every machine, but for runs in it."""
     ray.shutdown()
     left_out = [f"/{RUNS}/"]
     with contextlib.suppress(ValueError):  # it is elsewhere

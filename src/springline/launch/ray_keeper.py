@@ -72,12 +72,6 @@ class RayKeeper(Keeper):
         self._looks = 0
         self._shards: dict[str, Trouble] = {}  # what each said last, by name
         self._ask_shards_at = 0.0
-        self._answered = time.monotonic()
-
-    @property
-    def silence(self) -> float:
-        """Seconds since the center has answered, or Ray has said that there is none."""
-        return time.monotonic() - self._answered
 
     def gone(self, rank: int) -> None:
         """Tell the center that a worker is gone, so that nobody waits for it."""
@@ -124,7 +118,6 @@ class RayKeeper(Keeper):
             with contextlib.suppress(CenterError, OSError, RayError):  # the next look will do
                 self._look()
             self._looks += 1
-            self._answered = time.monotonic()
 
     def _open(self) -> RayCenter | None:
         return open_center(self._name)

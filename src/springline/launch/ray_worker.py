@@ -39,13 +39,7 @@ _PATIENCE = 5.0  # seconds of silence after which the actor of a worker that is 
 
 
 class RayWorker(Task):
-    """One rank of a run on a cluster, over all its starts.
-
-    Args:
-        assignment: what its actor is to do.
-        directory: the run's.
-        options: of the actor.
-    """
+    """One rank of a run on a cluster, over all its starts."""
 
     def __init__(self, assignment: Assignment, directory: Path, options: Mapping[str, Any]) -> None:
         super().__init__(directory, assignment.rank)

@@ -66,17 +66,11 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Start:
-    """A start of the script.
-
-    Args:
-        number: of this one.
-        before: when the worker was started before, on whatever machine.
-        join: whether the run's center has been made.
-    """
+    """A start of the script."""
 
     number: int
-    before: list[float]
-    join: bool
+    before: list[float]  # when the worker was started before, on whatever machine
+    join: bool  # whether the run's center has been made
 
 
 @dataclass(frozen=True)
@@ -104,11 +98,7 @@ class News:
 
 
 class WorkerActor:
-    """Runs one worker, as often as it is started, for as long as nothing happens to this machine.
-
-    Args:
-        assignment: what to do.
-    """
+    """Runs one worker, as often as it is started, while nothing happens to this machine."""
 
     def __init__(self, assignment: Assignment) -> None:
         self._given = assignment

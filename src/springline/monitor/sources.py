@@ -66,9 +66,6 @@ class CenterReader:
 
     The center stays open between two reads, until its memory is another one. Of a center on a
     cluster the launcher writes down what it says.
-
-    Args:
-        directory: the center's.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -192,11 +189,7 @@ class Recent:
 
 
 class RankReader:
-    """Reads how far one rank has come.
-
-    Args:
-        path: the rank's metrics.
-    """
+    """Reads how far one rank has come, from its metrics."""
 
     def __init__(self, path: Path) -> None:
         self._reader = LineReader(path, tail=_TAIL)

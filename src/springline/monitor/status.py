@@ -63,11 +63,7 @@ class Status:
 
 
 class StatusReader:
-    """Reads the state of a run again and again, at little cost.
-
-    Args:
-        directory: the run's.
-    """
+    """Reads the state of a run again and again, at little cost."""
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)

@@ -86,14 +86,7 @@ class ModelAverageOptimizer(CenterOptimizer):
     ) -> Any:
         """Take a local step and, when the period is over, meet the others.
 
-        Args:
-            grads_and_vars: what `compute_gradients` returned.
-            global_step: counts the rounds; required.
-            name: of the operation; by default the optimizer's.
-
-        Raises:
-            TypeError: `grads_and_vars` is malformed.
-            ValueError: no variable has a gradient, or there is no global step.
+        As with every optimizer here, but a `global_step`, which counts the rounds, is required.
         """
         if global_step is None:
             raise ValueError(

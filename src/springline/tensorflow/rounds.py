@@ -44,13 +44,7 @@ def since_start(number: int) -> int:
 
 
 class Rounds:
-    """The rounds of one shard; all its methods are bodies.
-
-    Args:
-        shard: the part of the center.
-        members: the workers.
-        name: of the rounds, the same for every worker.
-    """
+    """The rounds of one shard, under a name that all workers give; its methods are bodies."""
 
     def __init__(self, shard: Shard, members: Members, name: str) -> None:
         self._shard = shard

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import tensorflow as tf
 
@@ -24,13 +24,7 @@ from springline.tensorflow.getter import Trio, Variable, v1
 Tensor = Any
 _COLLECTIONS = "critical_sections", "critical_section_executions"
 Body = Callable[..., list[Tensor]]
-
-
-class Call(Protocol):
-    """Calls a body where a shard lives."""
-
-    def __call__(self, shard: Shard, body: Body, inputs: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Return what the body returns."""
+Call = Callable[..., list[Tensor]]  # of a shard, a body and its inputs
 
 
 @dataclass(eq=False)
@@ -202,12 +196,7 @@ def finite(value: Tensor, variable: Variable) -> Tensor:
 
 
 class Turn:
-    """A lock on a device.
-
-    Args:
-        device: where it is.
-        name: of the lock, the same for every worker.
-    """
+    """A lock on a device, under a name that all workers give."""
 
     def __init__(self, device: str, name: str) -> None:
         with v1.device(device), _collections_kept():
@@ -220,11 +209,7 @@ class Turn:
 
 
 class Turns:
-    """A lock on each server.
-
-    Args:
-        name: of the locks.
-    """
+    """A lock on each server."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -46,12 +46,7 @@ def step_counter(worker_device: str) -> Variable:
 
 
 class StartNote:
-    """A note on the worker that it was set to the center; it needs no initialisation.
-
-    Args:
-        worker_device: where it is.
-        name: of it, no other optimizer's.
-    """
+    """A note on the worker that it was set to the center; it needs no initialisation."""
 
     def __init__(self, worker_device: str, name: str) -> None:
         self._table = Table(Shard(worker_device), f"{name}/start")
@@ -106,12 +101,7 @@ def exchange_if(
 ) -> Tensor:
     """Exchange if it is due, without touching the servers if it is not.
 
-    Args:
-        due: whether it is.
-        shards: with which.
-        exchange: what is done then.
-        far: how a shard is reached from a function.
-        note: that the worker was set to the center.
+    From a function a shard is reached by `far`.
     """
 
     def alone(call: Call) -> Tensor:
