@@ -3,13 +3,11 @@
 import json
 
 import pytest
-import tensorflow as tf
 from tf_eager import RUN
 
 from springline.tensorflow import cluster
-from springline.tensorflow.cluster import Cluster
+from springline.tensorflow.cluster import Cluster, read_config
 from springline.tensorflow.members import Members
-from springline.tensorflow.tf_config import has_chief, read
 
 JOBS = {"ps": ["a:1"], "worker": ["b:1", "c:1"]}
 
@@ -27,20 +25,23 @@ def alone(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("{'cluster': {}}", r"not JSON: Expecting property name .* column 2"),
-        ("[1]", r"not an object"),
-        ("{}", r"'cluster' must have a list of addresses"),
-        (config(["a:1"], type="ps", index=0), r"'cluster' must have"),
-        (config({"ps": "a:1"}, type="ps", index=0), r"'cluster' must have"),
-        (json.dumps({"cluster": JOBS}), r"'task' must have the 'type' and the 'index'"),
-        (config(type="worker"), r"'task' must have"),
-        (config(type="worker", index=2), r"'index' is 2, but 'worker' has 0, 1\."),
-        (config(type="worker", index=-1), r"'index' is -1, but 'worker' has 0, 1"),
-        (config(type="worker", index="one"), r"'index' is 'one', but"),
-        (config(type="evaluator", index=0), r"'type' is 'evaluator', .* has ps, worker\. .*saver"),
-        (config(type="chief", index=0), r"'type' is 'chief', but the cluster has ps, worker"),
-        (config(JOBS | {"evaluator": ["d:1"]}, type="evaluator", index=0), r"is 'evaluator'"),
-        (config({}, type="worker", index=0), r"the cluster has no tasks"),
+        ("{'cluster': {}}", r"Expecting property name .* column 2"),
+        ("[1]", r"list indices"),
+        ("{}", r"'cluster'"),
+        (config(["a:1"], type="ps", index=0), r"'list' object"),
+        (config({"ps": "a:1"}, type="ps", index=0), r"The tasks for job 'ps' must be"),
+        (json.dumps({"cluster": JOBS}), r"KeyError: 'task'"),
+        (config(type="worker"), r"KeyError: 'index'"),
+        (config(type="worker", index=2), r"No task with index 2 in job 'worker'"),
+        (config(type="worker", index=-1), r"No task with index -1"),
+        (config(type="worker", index="one"), r"'one'"),
+        (config(type="evaluator", index=0), r"No such job in cluster: 'evaluator'\..*saver"),
+        (config(type="chief", index=0), r"No such job in cluster: 'chief'"),
+        (
+            config(JOBS | {"evaluator": ["d:1"]}, type="evaluator", index=0),
+            r"'evaluator'.*saver",
+        ),
+        (config({}, type="worker", index=0), r"No such job in cluster: 'worker'"),
     ],
 )
 def test_a_config_that_is_wrong(text, what, monkeypatch):
@@ -50,11 +51,12 @@ def test_a_config_that_is_wrong(text, what, monkeypatch):
 
 
 def test_tasks_may_be_numbered():
-    assert read(config(type="worker", index="1"))[1:] == ("worker", 1, "c:1")
+    assert read_config(config(type="worker", index="1"))[1:] == ("worker", 1)
     some = {"ps": ["a:1"], "worker": {"3": "d:1"}}
-    assert read(config(some, type="worker", index=3))[1:] == ("worker", 3, "d:1")
-    with pytest.raises(ValueError, match=r"'index' is 0, but 'worker' has 3"):
-        read(config(some, type="worker", index=0))
+    spec, *task = read_config(config(some, type="worker", index=3))
+    assert spec.task_address(*task) == "d:1"
+    with pytest.raises(ValueError, match=r"No task with index 0 in job 'worker'"):
+        read_config(config(some, type="worker", index=0))
 
 
 @pytest.mark.parametrize("none", [[], {}])
@@ -62,16 +64,14 @@ def test_a_job_without_tasks_is_none(none, monkeypatch):
     """With an empty chief the first worker is the chief, and nobody waits for another."""
     text = config({"chief": none, **JOBS}, type="worker", index=0)
     monkeypatch.setenv("TF_CONFIG", text)
-    jobs, job, task, _ = read(text)
-    assert jobs == JOBS
-    place = Cluster(tf.train.ClusterSpec(jobs), job, task, None)
+    place = Cluster(*read_config(text), None)
+    assert place.spec.as_dict() == JOBS
     assert (place.is_chief, place.rank, place.num_worker) == (True, 0, 2)
-    assert not has_chief()
     assert Members("/job:worker/task:0", 2).names == ["/job:worker/task:0", "/job:worker/task:1"]
-    jobs, *_ = read(config({"ps": none, "worker": ["b:1"]}, type="worker", index=0))
-    assert "ps" not in jobs
-    with pytest.raises(ValueError, match=r"'type' is 'chief', but the cluster has ps, worker"):
-        read(config({"chief": none, **JOBS}, type="chief", index=0))
+    spec, *_ = read_config(config({"ps": none, "worker": ["b:1"]}, type="worker", index=0))
+    assert spec.jobs == ["worker"]
+    with pytest.raises(ValueError, match=r"No such job in cluster: 'chief'"):
+        read_config(config({"chief": none, **JOBS}, type="chief", index=0))
 
 
 def test_a_run_of_several_workers_needs_a_parameter_server(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import socket
@@ -16,11 +17,11 @@ from typing import Any, NoReturn
 import tensorflow as tf
 
 from springline.run import Run
-from springline.tensorflow import tf_config
 from springline.tensorflow.getter import v1
 
 _LOOK = 1.0  # seconds between two looks at the parameter servers, and for each to answer
 _WARN_EVERY = 30.0
+_JOBS = ("chief", "worker", "ps")
 _log = logging.getLogger("springline")
 _watches: list[Watch] = []  # of this process
 
@@ -96,7 +97,7 @@ def cluster(serve: bool = True, ps_timeout: float | None = 60.0) -> Cluster:
         ps_timeout: seconds that a parameter server may be out of reach; None to wait for ever.
 
     Raises:
-        ValueError: `TF_CONFIG` is wrong; the message says which part of it.
+        ValueError: `TF_CONFIG` is wrong; the message says what of it.
         RuntimeError: the port is taken, or there are several workers and no `TF_CONFIG`.
     """
     if ps_timeout is not None and not ps_timeout > 0:
@@ -112,8 +113,8 @@ def cluster(serve: bool = True, ps_timeout: float | None = 60.0) -> Cluster:
                 "`--ps 1`). Eager mode needs no cluster: leave `cluster()` out."
             )
         return Cluster(tf.train.ClusterSpec({}), "worker", 0, None)
-    jobs, job, task, address = tf_config.read(given)
-    spec = tf.train.ClusterSpec(jobs)
+    spec, job, task = read_config(given)
+    address = spec.task_address(job, task)
     try:
         server = tf.distribute.Server(spec, job_name=job, task_index=task)
     except tf.errors.OpError as error:
@@ -129,6 +130,32 @@ def cluster(serve: bool = True, ps_timeout: float | None = 60.0) -> Cluster:
         _watches.append(watch)
         threading.Thread(target=watch.keep, name="springline-ps-watch", daemon=True).start()
     return Cluster(spec, job, task, server)
+
+
+def read_config(text: str) -> tuple[Any, str, int]:
+    """Return what a `TF_CONFIG` says: a `ClusterSpec`, the job of this task, its number in the job.
+
+    >>> read_config('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}')[1:]
+    ('worker', 0)
+
+    Raises:
+        ValueError: it says something else.
+    """
+    try:
+        config = json.loads(text)
+        jobs = {job: tasks for job, tasks in config["cluster"].items() if tasks and job in _JOBS}
+        spec = tf.train.ClusterSpec(jobs)
+        job, task = config["task"]["type"], int(config["task"]["index"])
+        spec.task_address(job, task)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"TF_CONFIG cannot be used: {type(error).__name__}: {error}. It must have 'cluster', a "
+            "list of addresses for each job, and 'task', the 'type' and the 'index' of this "
+            "process. Only a chief, workers and parameter servers (ps) take part in training; to "
+            "evaluate beside it, restore what `swapping_saver` saves, in a script without "
+            f"`cluster()`. Received: TF_CONFIG={text!r}."
+        ) from error
+    return spec, job, task
 
 
 class Watch:

@@ -6,6 +6,8 @@ long as the server does, and is in no checkpoint.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,6 @@ import tensorflow as tf
 from springline.center.waiting import WARN_EVERY, wait_until
 from springline.tensorflow.getter import v1
 from springline.tensorflow.shards import Shard, Tensor, after, direct, only_if
-from springline.tensorflow.tf_config import has_chief
 
 _raw = tf.raw_ops
 FIRST_PAUSE, LONGEST_PAUSE = 50e-6, 5e-3  # seconds
@@ -71,7 +72,7 @@ class Members:
         self.task = f"/job:{job}/task:{task or 0}"
         self.workers = workers
         others = [f"/job:{'worker' if job == 'chief' else job}/task:{k}" for k in range(workers)]
-        if has_chief() or job == "chief":
+        if job == "chief" or _has_chief():
             others = ["/job:chief/task:0", *others[:-1]]
         self.names = others
 
@@ -80,6 +81,14 @@ class Members:
         all_ = tf.constant(self.names)
         here = tf.equal(names[None], all_[:, None]) & (numbers[None] >= least)
         return tf.boolean_mask(all_, ~tf.reduce_any(here, 1))
+
+
+def _has_chief() -> bool:
+    """Whether the cluster of `TF_CONFIG` has a chief beside its workers."""
+    try:
+        return bool(json.loads(os.environ["TF_CONFIG"])["cluster"]["chief"])
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 class Barrier:
