@@ -23,11 +23,6 @@ class Replicas:
     The mean of different workers is none of them; that of copies is each of them. A few values of
     many parameters tell: those that have moved since the last round.
 
-    Args:
-        center: where the rounds are.
-        rule: of the worker.
-        rank: of the worker.
-
     Attributes:
         done: whether there is nothing to notice any more.
     """

@@ -46,14 +46,7 @@ class RayShard(Shard):
 
 
 class RayHead(Head):
-    """A head in an actor.
-
-    Args:
-        name: the center's.
-        storage: where it writes down what the center is, if anywhere.
-        grace: seconds without a heartbeat after which a member counts as dead.
-        linger: seconds without a member after which the center saves itself and retires.
-    """
+    """A head in an actor; `linger` seconds without a member its center saves itself and retires."""
 
     def __init__(self, name: str, storage: str | None, grace: float, linger: float) -> None:
         super().__init__(self._ask_shards, storage, grace, name)
@@ -95,14 +88,7 @@ class RayHead(Head):
     ) -> dict[str, Any]:
         """Make the center, unless it is there: the first worker to ask gives it its values.
 
-        Args:
-            rule: the workers'.
-            description: what the center is to be.
-            parts: references to the values and the outer optimizer's state of each shard.
-            steps: of each rank, before this center.
-
-        Returns:
-            What the center is.
+        Each shard's part is a reference to its values and one to its outer optimizer's state.
         """
         async with self._making:
             if found := await self.open():

@@ -51,11 +51,7 @@ class Backend:
         """Take note that a worker has ended or was lost, perhaps because all were stopped."""
 
     def finish(self, hurried: Callable[[], bool]) -> Path | None:
-        """Keep the center for good, when all workers are gone; see `Keeper.finish`.
-
-        Args:
-            hurried: whether somebody does not want to wait any more.
-        """
+        """Keep the center for good, when all workers are gone; see `Keeper.finish`."""
         return self.keeper.finish(hurried)
 
     def release(self) -> None:

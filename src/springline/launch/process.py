@@ -125,17 +125,7 @@ class Task(ABC):
 
 
 class WorkerProcess(Task):
-    """A task as a process of this machine.
-
-    Args:
-        command: the script, as the user typed it, and its arguments.
-        directory: the run's.
-        number: the worker's rank, or the server's number.
-        environment: what it finds there.
-        job: whether it is a worker or a server.
-        cwd: the directory that it is run from; by default the one of this process.
-        guard: ends what it has started if this process is killed.
-    """
+    """A task as a process of this machine."""
 
     def __init__(
         self,
@@ -145,7 +135,7 @@ class WorkerProcess(Task):
         environment: Mapping[str, str],
         job: Job = "worker",
         cwd: str | None = None,
-        guard: guards.Guard | None = None,
+        guard: guards.Guard | None = None,  # ends what it has started if this process is killed
     ) -> None:
         super().__init__(directory, number, job)
         self._command = list(command)

@@ -87,11 +87,7 @@ class RayKeeper(Keeper):
         return self._lost
 
     def finish(self, hurried: Callable[[], bool] = lambda: False) -> Path | None:
-        """Keep the center for good, when all workers are gone, but do not wait for ever.
-
-        Args:
-            hurried: whether somebody does not want to wait any more.
-        """
+        """Keep the center for good, when all workers are gone, but do not wait for ever."""
         found: list[Path | BaseException | None] = []
 
         def finish() -> None:

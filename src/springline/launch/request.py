@@ -95,12 +95,7 @@ class ClusterRequest:
         return ClusterRequest(**said)
 
     def over(self, before: Mapping[str, Any] | None, directory: Path) -> ClusterRequest:
-        """Return this with what an earlier launch in the directory was asked where it says nothing.
-
-        Args:
-            before: what that launch was asked; None if there was none, or on one machine.
-            directory: the run's.
-        """
+        """Return this, and where it says nothing what an earlier launch here was asked, if any."""
         said = {k: v for k, v in asdict(self).items() if v is not None}
         known = {field.name for field in fields(self)}
         asked = {k: v for k, v in (before or {}).items() if k in known}

@@ -60,18 +60,12 @@ _OTHER_ROWS = 9  # of the live screen, beside the workers'
 class Screen:
     """Shows a run for as long as the context lasts.
 
-    Args:
-        directory: the run's.
-        console: where to.
-        live: a screen that is drawn again and again; else a line every five seconds and at the
-            end, without control characters.
-
-    Attributes:
-        status: the last that was read.
+    Live it is a picture that is drawn again and again; else a line every five seconds and at the
+    end, without control characters.
     """
 
     def __init__(self, directory: Path, console: Console, live: bool) -> None:
-        self.status: Status | None = None
+        self.status: Status | None = None  # the last that was read
         self._directory = directory
         self._console = console
         self._reader = StatusReader(directory)

@@ -53,12 +53,7 @@ class Table:
 
 
 class Members:
-    """The tasks of the workers, as they are called in messages and tables.
-
-    Args:
-        device: of this worker, such as `/job:worker/task:0`.
-        workers: how many there are.
-    """
+    """The tasks of the workers, as they are called in messages and tables."""
 
     def __init__(self, device: str, workers: int) -> None:
         place = v1.DeviceSpec.from_string(device)

@@ -17,11 +17,6 @@ class SwappingSaver(v1.train.Saver):
     """Saves the center under the names of the model's own variables.
 
     Nothing is swapped, whatever it is called: each center is written under its variable's name.
-
-    Args:
-        var_list: what to save, as for `tf.compat.v1.train.Saver`.
-        centers: of the variables that have one.
-        **kwargs: of `tf.compat.v1.train.Saver`.
     """
 
     def __init__(self, var_list: Any, centers: Mapping[Any, Variable], **kwargs: Any) -> None:

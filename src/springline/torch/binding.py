@@ -43,13 +43,7 @@ def allocator(tensors: Iterable[Tensor]) -> Any:
 
 
 class Binding:
-    """The tensors of a worker's model.
-
-    Args:
-        worker: whose flat buffer they get a place in.
-        parameters: by name.
-        model: where its buffers are looked up; modules may replace them.
-    """
+    """The tensors of a worker's model. Buffers are looked up: modules may replace them."""
 
     def __init__(
         self, worker: Worker, parameters: Mapping[str, Tensor], model: torch.nn.Module | None

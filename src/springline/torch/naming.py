@@ -87,12 +87,7 @@ def check_plain(kind: str, name: str, tensor: Tensor) -> None:
 def beside_center(
     tensors: Mapping[str, Tensor], model: torch.nn.Module
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return what a model's state has beside the center: other tensors, and other names.
-
-    Args:
-        tensors: the model's own tensors that are in the center, by name.
-        model: the model.
-    """
+    """Return what a model's state has beside these tensors: others, and their other names."""
     names = {id(tensor): name for name, tensor in tensors.items()}
     others: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -109,13 +104,7 @@ def beside_center(
 def under_all_names(
     values: Mapping[str, Tensor], tensors: Mapping[str, Tensor], model: torch.nn.Module
 ) -> dict[str, Tensor]:
-    """Return a model's whole state with the center's values in it.
-
-    Args:
-        values: the center's, by name.
-        tensors: the model's own tensors of the same names.
-        model: what is not in the center (frozen parameters, integer buffers) is the model's own.
-    """
+    """Return a model's whole state with the center's values in place of these tensors."""
     others, aliases = beside_center(tensors, model)
     whole = {**values, **{name: tensor.detach().cpu() for name, tensor in others.items()}}
     whole |= {alias: values[name] for alias, name in aliases.items()}

@@ -34,13 +34,7 @@ class Row:
 
 
 class Replica:
-    """Both buffers.
-
-    Args:
-        layout: the model's.
-        ranks: how many.
-        device: where tensors must be to be sent; the buffers themselves are on the CPU.
-    """
+    """Both buffers, on the CPU; tensors must be on `device` to be sent."""
 
     def __init__(self, layout: Layout, ranks: int, device: torch.device) -> None:
         self._layout = layout
