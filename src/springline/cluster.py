@@ -24,21 +24,13 @@ from springline.rules.rule import Rule
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where a run's center is on a cluster.
+    """Where a run's center is on a cluster."""
 
-    Args:
-        address: the cluster's.
-        center: the center's name.
-        shards: into how many it is cut; None to let the center choose.
-        storage: where its shards keep checkpoints, if anywhere.
-        join: whether the center was made before, and is not to be made anew.
-    """
-
-    address: str
-    center: str
-    shards: int | None = None
-    storage: str | None = None
-    join: bool = False
+    address: str  # the cluster's
+    center: str  # its name
+    shards: int | None = None  # into how many it is cut; None to let the center choose
+    storage: str | None = None  # where its shards keep checkpoints, if anywhere
+    join: bool = False  # whether the center was made before, and is not to be made anew
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Cluster | None:

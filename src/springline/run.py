@@ -46,18 +46,14 @@ _log = logging.getLogger("springline")
 class Run:
     """A run and this process's place in it.
 
-    Args:
-        directory: the run's, or None for a script that runs alone.
-        rank: this worker's.
-        workers: the configured number of workers.
-        cluster: where the center is, if it is not on this machine; the directory then is this
-            worker's own, and its launcher looks into it.
+    If its center is on a cluster, the directory is this worker's own, and its launcher looks into
+    it.
     """
 
-    directory: Path | None = None
+    directory: Path | None = None  # None for a script that runs alone
     rank: int = 0
-    workers: int = 1
-    cluster: Cluster | None = None
+    workers: int = 1  # the configured number
+    cluster: Cluster | None = None  # where the center is, if it is not on this machine
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Run:

@@ -21,14 +21,8 @@ from springline.center.served.peer import NotHereError, PeerLostError
 os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")  # to connect, of 40 seconds each
 try:
     import ray as ray  # for whoever needs it: here it is said how to install it
-    from ray.exceptions import (
-        ObjectLostError,
-        RayActorError,
-        RayTaskError,
-    )
-    from ray.exceptions import (
-        RayError as RayError,
-    )
+    from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+    from ray.exceptions import RayError as RayError
     from ray.util.scheduling_strategies import (
         NodeAffinitySchedulingStrategy as NodeAffinitySchedulingStrategy,
     )

@@ -11,6 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,26 +89,21 @@ class RayKeeper(Keeper):
 
     def finish(self, hurried: Callable[[], bool] = lambda: False) -> Path | None:
         """Keep the center for good, when all workers are gone, but do not wait for ever."""
-        found: list[Path | BaseException | None] = []
+        found: Future[Path | None] = Future()
 
         def finish() -> None:
             try:
-                found.append(super(RayKeeper, self).finish())
-            except RayError as error:
-                found.append(_no_answer(error))
+                found.set_result(super(RayKeeper, self).finish())
             except BaseException as error:
-                found.append(error)
+                found.set_exception(_no_answer(error) if isinstance(error, RayError) else error)
 
-        thread = threading.Thread(target=finish, name="last keeper", daemon=True)
-        thread.start()
+        threading.Thread(target=finish, name="last keeper", daemon=True).start()
         start = time.monotonic()
-        while thread.is_alive() and time.monotonic() - start < (_HURRY if hurried() else _SAVING):
-            thread.join(0.1)
-        if not found:
+        while not found.done() and time.monotonic() - start < (_HURRY if hurried() else _SAVING):
+            time.sleep(0.1)
+        if not found.done():
             raise CenterError("The cluster has not answered yet.")
-        if isinstance(found[0], BaseException):
-            raise found[0]
-        return found[0]
+        return found.result()
 
     def _keep(self) -> None:
         while not self._stop.wait(_EVERY):

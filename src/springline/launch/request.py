@@ -26,25 +26,15 @@ _OPTIONS = {
 
 @dataclass(frozen=True)
 class ClusterRequest:
-    """What is asked of a Ray cluster; None where nothing was said.
+    """What is asked of a Ray cluster; None where nothing was said."""
 
-    Args:
-        address: the cluster's: `auto` or `HOST:PORT`. None for this machine alone.
-        shards: into how many the center is cut.
-        storage: where its shards keep checkpoints; `none` for nowhere.
-        cpus: per worker.
-        gpus: per worker.
-        working_dir: a directory that is copied to every machine, from which the script is run.
-        env: names of the launcher's environment variables that workers get.
-    """
-
-    address: str | None = None
-    shards: int | None = None
-    storage: str | None = None
-    cpus: float | None = None
-    gpus: float | None = None
-    working_dir: str | None = None
-    env: Sequence[str] | None = None
+    address: str | None = None  # `auto` or `HOST:PORT`; None for this machine alone
+    shards: int | None = None  # into how many the center is cut
+    storage: str | None = None  # where its shards keep checkpoints; `none` for nowhere
+    cpus: float | None = None  # per worker
+    gpus: float | None = None  # per worker
+    working_dir: str | None = None  # copied to every machine; the script is run from there
+    env: Sequence[str] | None = None  # names of the environment variables that workers get
 
     def check(self, ps: int | None, goes_on: bool = True) -> None:
         """Refuse what cannot be.
