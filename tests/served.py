@@ -12,11 +12,13 @@ from springline import Worker
 from springline.center.plan import Plan
 from springline.center.served.center import ServedCenter, first_parts
 from springline.center.served.head import Head
+from springline.center.served.interceptor import Interceptor
 from springline.center.served.messages import Message, Sender, latest
 from springline.center.served.peer import Call, NotHereError, PeerLostError
 from springline.center.served.shard import Shard
 
 SHARDS = 3
+TOKEN = "that of every center here"
 
 
 class LocalPeer:
@@ -26,12 +28,14 @@ class LocalPeer:
         disturb: called before every call with its method: may raise `PeerLostError`, the call is
             then lost on its way there; may return "twice", the call is then made twice; or "lose",
             its answer is then lost, or the call is said to be while it goes on.
+        token: what its calls carry.
     """
 
     def __init__(self, name, target, pool, loop=None):
         self.name, self.target = name, target
         self._pool, self._loop = pool, loop
         self.disturb = lambda method: None
+        self.token = TOKEN
 
     def ask(self, method, *arguments):
         try:
@@ -48,10 +52,17 @@ class LocalPeer:
         self.ask(method, *arguments)
 
     def _call(self, method, arguments):
-        call = getattr(self.target, method)
+        interceptor = Interceptor(self.target, TOKEN, getattr(self.target, "runs", ()))
+
+        def call():
+            return interceptor.admit(self.token, method, arguments)(*arguments)
+
+        async def call_head():
+            return await call()
+
         if self._loop:
-            return asyncio.run_coroutine_threadsafe(call(*arguments), self._loop)
-        return self._pool.submit(call, *arguments)
+            return asyncio.run_coroutine_threadsafe(call_head(), self._loop)
+        return self._pool.submit(call)
 
 
 class Pending:
@@ -129,13 +140,14 @@ class Service:
             "base": version,
         }
         assert Call(self.head, "find").result() is None
-        Call(self.head, "publish", self.description).result()
+        publish = self.head.target.publish(self.description)
+        asyncio.run_coroutine_threadsafe(publish, self.loop.loop).result()
 
     def new_head(self):
         async def ask_rows(_):
             return latest([peer.target.rows() for peer in self.shards])
 
-        return Head(ask_rows, self.storage)
+        return Head(ask_rows, self.storage, token=TOKEN)
 
     def open(self):
         self.opened.append(ServedCenter(self.description, self.head, self.shards))

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from served import message, worker
+from served import TOKEN, message, worker
 from springline import AGN, ElasticAverage, ModelAverage
 from springline.center import CenterError, CheckpointError
 from springline.center.served.checkpoints import Checkpoints
@@ -15,6 +15,7 @@ from springline.center.served.messages import Row
 from springline.center.served.peer import Call
 from springline.center.served.seats import Seat
 from springline.center.served.storage import Storage
+from springline.center.token import issue
 from springline.rules import SGD, Adam
 
 SIZE = 200_000  # several shards
@@ -186,7 +187,7 @@ def test_a_round_that_nobody_may_close_yet_is_waited_for(serve, tmp_path):
     seats = service.head.target._seats
     seats.quiet_until = time.monotonic() + 60
     lives = [seats.of[rank].incarnation for rank in range(2)]
-    assert Call(service.head, "contribute", 1, lives[1], 1, 0.0).result() == (False, [0])
+    assert Call(service.head, "contribute", 1, lives[1], 1, 0.0).result() == [0]
     Call(service.head, "withdraw", 0, lives[0], 1).result()
     assert Call(service.head, "begin", 0, lives[0], 0.1).result() == [1]
 
@@ -286,11 +287,12 @@ def test_what_a_dead_worker_had_sent_may_still_arrive(serve, background, monkeyp
     """Its seat is free when it has been silent for long enough, and not in use."""
     service = serve(ElasticAverage(workers=2))
     head = service.head.target
-    head._seats.of[1] = Seat(7, time.monotonic(), 0)
+    dead = issue(TOKEN, "rank 1")
+    head._seats.of[1] = Seat(dead, time.monotonic(), 0)
     monkeypatch.setattr(head._seats, "_grace", 1.5)
     joins = background(lambda: Call(service.head, "join", 1, None).result())
     time.sleep(0.3)  # it waits
     for _ in range(5):  # all at once, when the link is up again
-        Call(service.head, "beat", 1, 7, Row(7)).result()
+        Call(service.head, "beat", 1, dead, Row(dead)).result()
     life, _, _ = joins.result(20)
-    assert life > 7
+    assert life > dead

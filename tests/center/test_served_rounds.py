@@ -10,6 +10,7 @@ from springline import ModelAverage
 from springline.center import CenterError
 from springline.center.errors import TakenOverError
 from springline.center.served.merger import Merger
+from springline.center.served.messages import ClosedRound
 from springline.center.served.peer import PeerLostError
 
 WORKERS = 3
@@ -96,7 +97,7 @@ def test_an_earlier_incarnation_contributes_nothing(serve):
     shard.contribute(message(0, 1, 3.0, incarnation=2), 1)
     with pytest.raises(TakenOverError, match="Rank 0 has been taken over"):
         shard.contribute(message(0, 9, 5.0, incarnation=1), 1)
-    mean = shard.reduce(1, [0], message(0, 1, incarnation=2).sender)
+    mean = shard.reduce(ClosedRound(1, [0]), message(0, 1, incarnation=2).sender)
     np.testing.assert_array_equal(mean.data.view(np.float32), 3)
 
 
@@ -125,9 +126,9 @@ def test_a_late_repeat_does_not_replace_a_newer_message(serve):
     shard = serve(rule, values).shards[0].target
     shard.contribute(message(0, 2, 7.0), 1)
     shard.contribute(message(0, 1, 5.0), 1)
-    mean = shard.reduce(1, [0], message(0, 2, 7.0).sender)
+    mean = shard.reduce(ClosedRound(1, [0]), message(0, 2, 7.0).sender)
     np.testing.assert_array_equal(mean.data.view(np.float32), 7)
-    again = shard.reduce(1, [], message(0, 2, 7.0).sender)
+    again = shard.reduce(ClosedRound(1, []), message(0, 2, 7.0).sender)
     assert again is mean  # one copy for all who ask
 
 
@@ -135,7 +136,9 @@ def test_a_round_whose_contributors_are_not_known_takes_who_is_here(serve):
     values = {"b": np.zeros(5, np.float32)}
     shard = serve(ModelAverage(workers=2, period=1), values).shards[0].target
     shard.contribute(message(1, 1, 5.0), 1)
-    assert shard.reduce(1, [0, 1], message(1, 1, 5.0).sender) == [0]
-    mean = shard.reduce(1, [], message(1, 1, 5.0).sender)
+    assert shard.reduce(ClosedRound(1, [0, 1]), message(1, 1, 5.0).sender) == [0]
+    mean = shard.reduce(ClosedRound(1, []), message(1, 1, 5.0).sender)
     np.testing.assert_array_equal(mean.data.view(np.float32), 5)
-    assert shard.reduce(2, [], message(1, 2, 5.0).sender) == [1]  # who is in it for certain
+    assert shard.reduce(ClosedRound(2, []), message(1, 2, 5.0).sender) == [
+        1
+    ]  # who is in it for certain

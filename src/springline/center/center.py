@@ -199,13 +199,7 @@ class Center(ABC):
         use_locking = {"use_locking": self.settings["use_locking"]}  # the center's, whoever joins
         check_settings(self.settings, rule.settings() | use_locking)
         checks.seconds(timeout)
-        workers = self.settings["workers"]
-        whole = isinstance(rank, int | np.integer) and not isinstance(rank, bool)
-        if not whole or not 0 <= rank < workers:
-            raise RankError(
-                f"`rank` must be an integer from 0 to {workers - 1}, since the run is "
-                f"configured for {workers} workers. Received: rank={rank!r}."
-            )
+        check_rank(rank, self.settings["workers"])
 
     def values(self) -> Mapping[str, NDArray[Any]]:
         """Return a copy of the center by name."""
@@ -225,6 +219,16 @@ def check_layout(center: Layout, worker: Layout) -> None:
         raise LayoutError(
             f"The model differs from the center's: {difference}. Is it another model's run? "
             "Use the model that the run was started with, or start a new run."
+        )
+
+
+def check_rank(rank: Any, workers: float) -> None:
+    """Refuse a rank out of range."""
+    whole = isinstance(rank, int | np.integer) and not isinstance(rank, bool)
+    if not whole or not 0 <= rank < workers:
+        raise RankError(
+            f"`rank` must be an integer from 0 to {workers - 1}, since the run is "
+            f"configured for {workers} workers. Received: rank={rank!r}."
         )
 
 

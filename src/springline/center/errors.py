@@ -46,6 +46,10 @@ class TakenOverError(CenterError):
     """Another worker has a member's rank."""
 
 
+class TokenError(CenterError):
+    """A call to a center came without its token."""
+
+
 def rank_in_use(rank: int, members: Collection[int]) -> RankError:
     """Return the error for a rank that a live worker has."""
     return RankError(

@@ -22,13 +22,14 @@ class Book:
         steps: of each rank, before this center.
 
     Attributes:
+        restarted: whether it is what a checkpoint had.
         lost: exchanges that ranks had made before the shard was restarted and that were not.
     """
 
     def __init__(self, steps: Sequence[int] = ()) -> None:
         self._rows = {rank: Row(steps=n) for rank, n in enumerate(steps)}
         self._turns: dict[int, threading.Lock] = {}
-        self._restarted = False
+        self.restarted = False
         self._heard: set[int] = set()  # ranks that have exchanged since the restart
         self.lost = 0
         self._table = threading.Lock()  # of the dictionaries above
@@ -38,7 +39,7 @@ class Book:
         """Read what `to_json` wrote."""
         book = cls()
         book._rows = {int(rank): Row(*row) for rank, row in rows.items()}
-        book._restarted = True
+        book.restarted = True
         return book
 
     def to_json(self) -> dict[str, Any]:
@@ -86,19 +87,20 @@ class Book:
         """Write down that an exchange is in the center, as far as it was not refused."""
         with self._table:
             known = self._rows.get(sender.rank, Row())
-            if self._restarted and sender.rank not in self._heard:
+            if self.restarted and sender.rank not in self._heard:
                 self._heard.add(sender.rank)
                 self.lost += max(0, sender.exchanges - 1 - known.exchanges)
             if sender.at >= (known.incarnation, known.number):
                 done = sender.steps, sender.exchanges
                 self._rows[sender.rank] = Row(*sender.at, *done, seconds=float(sender.seconds))
 
-    def discount(self, rank: int, at: tuple[int, int], steps: int, exchanges: int) -> None:
-        """Do not count a rank's last exchange, nor the steps that it was to bring."""
+    def discount(self, sender: Sender) -> None:
+        """Do not count a rank's last exchange: it has steps and exchanges as `sender` says."""
         with self._table:
-            row = self._rows.get(rank, Row())
-            if (row.incarnation, row.number) == tuple(at):
-                self._rows[rank] = replace(row, steps=steps, exchanges=exchanges)
+            row = self._rows.get(sender.rank, Row())
+            if (row.incarnation, row.number) == sender.at:
+                before = {"steps": sender.steps, "exchanges": sender.exchanges}
+                self._rows[sender.rank] = replace(row, **before)
 
 
 def kept(nbytes: int) -> int:

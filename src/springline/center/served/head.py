@@ -12,12 +12,20 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from springline.center.errors import EndedError, forgotten, rank_in_use, taken_over
+from springline.center.errors import (
+    CenterError,
+    EndedError,
+    forgotten,
+    rank_in_use,
+    taken_over,
+)
+from springline.center.plan import Plan
 from springline.center.served.founding import Founding
-from springline.center.served.messages import Row
+from springline.center.served.messages import ClosedRound, Row
 from springline.center.served.seats import Seat, Seats
+from springline.center.token import issue, sign
 
 BEAT = 0.5  # seconds between two signs of life of a member
 GRACE = 10.0  # seconds without one after which a member counts as dead
@@ -47,7 +55,14 @@ class Head(Founding):
         storage: where it writes down what the center is, if anywhere.
         grace: seconds without a heartbeat after which a member counts as dead.
         name: the center's.
+        token: the center's, to sign with what is given out.
     """
+
+    calls: ClassVar[tuple[str, ...]] = (
+        *("find", "look", "stay", "sealed", "seal"),
+        *("join", "joined", "beat", "leave", "finish", "barrier"),
+        *("begin", "contribute", "withdraw", "waiting"),
+    )
 
     def __init__(
         self,
@@ -55,11 +70,14 @@ class Head(Founding):
         storage: str | None = None,
         grace: float = GRACE,
         name: str = "center",
+        token: str = "",
     ) -> None:
         super().__init__(storage, name)
+        self._token = token
         self._ask_rows = ask_rows
         self._grace = grace
-        self._seats = Seats(grace)
+        self._seats = Seats(grace, token)
+        self._plan: Plan | None = None
         self._known = False  # whether the rows are those of the shards
         self._rows: dict[int, Row] = {}
         self._started = False
@@ -99,7 +117,7 @@ class Head(Founding):
         return self._seal[0] or int(bool(done))
 
     async def seal(
-        self, rank: int, incarnation: int, mark: int, changed: bool, lease: int
+        self, rank: int, incarnation: int, mark: int, changed: bool, held: int
     ) -> tuple[str, int]:
         """Let a worker seal a new center; others wait meanwhile.
 
@@ -108,7 +126,7 @@ class Head(Founding):
             incarnation: the worker's.
             mark: what tells its parameters from others.
             changed: whether the shards have others.
-            lease: under which it has sent its parameters to the shards; 0 if it has not.
+            held: the lease under which it has sent its parameters to the shards; 0 if it has not.
 
         Returns:
             "done"; "sealed", and the mark of who did; "send", and a lease; "wait", and for whom.
@@ -118,7 +136,7 @@ class Head(Founding):
         if by := await self.sealed():
             return ("done", 0) if self._seal == me else ("sealed", by)
         # A head that was restarted does not know who had a lease, and may have sent some values.
-        if to_do := self._seats.lease(rank, incarnation, changed or self.found, lease):
+        if to_do := self._seats.lease(rank, incarnation, changed or self.found, held):
             return to_do
         await self.publish({**(self.description or {}), "seal": me})
         return "done", 0
@@ -154,7 +172,7 @@ class Head(Founding):
             return incarnation, row, self._seats.closed
         new = incarnation is None
         if incarnation is None:
-            incarnation = max(row.incarnation + 1, time.time_ns())
+            incarnation = issue(self._token, f"rank {rank}", after=row.incarnation)
         elif incarnation < max(row.incarnation, holder.incarnation if holder else 0):
             raise taken_over(rank)
         self._finished.discard(rank)
@@ -203,7 +221,7 @@ class Head(Founding):
         deadline = time.monotonic() + seconds
         while not self._started:
             here = {rank for rank in self._seats.alive() if self._seats.of[rank].joined}
-            missing = sorted(set(range(self._workers)) - here)
+            missing = sorted(set(range(self.plan.workers if self.plan else 0)) - here)
             self._started = not missing
             if self._started:
                 self._changed()
@@ -234,13 +252,13 @@ class Head(Founding):
 
     async def contribute(
         self, rank: int, incarnation: int, number: int, seconds: float
-    ) -> tuple[bool, list[int]] | None:
+    ) -> ClosedRound | list[int] | None:
         """Contribute to a round, and wait a while until it is closed.
 
         Returns:
-            Whether it is; and its contributors, none if it is the last and they are not known, or
-            who is waited for. None if it was closed before, without this member, or long ago. Who
-            is taken for dead while it waits has no part in it, and gets the others' mean.
+            The closed round, without contributors if it is the last and they are not known; or who
+            is waited for. None if it was closed before, without this member, or long ago. Who is
+            taken for dead while it waits has no part in it, and gets the others' mean.
         """
         before = number <= self._seats.closed
         if not before:
@@ -248,12 +266,14 @@ class Head(Founding):
         deadline = time.monotonic() + seconds
         while not self._close(number):
             if time.monotonic() >= deadline:
-                return False, self._seats.pending(number)
+                return self._seats.pending(number)
             await self._wait(deadline)
         known = self._seats.contributors.get(number)
-        if known is None:  # we were started again, or it was long ago
-            return (True, []) if number == self._seats.closed else None
-        return None if before and rank not in known else (True, known)
+        if known is None and number == self._seats.closed:  # we were started again
+            known = []
+        elif known is None or (before and rank not in known):
+            return None
+        return ClosedRound(number, known, sign(self._token, number, known))
 
     async def withdraw(self, rank: int, incarnation: int, number: int) -> None:
         """Have no part in a round, unless it is closed."""
@@ -267,11 +287,13 @@ class Head(Founding):
         return self._seats.contributing(self._seats.closed + 1)
 
     def _settle(self, rank: int, incarnation: int, number: int) -> Seat:
-        seat = self._seats.member(rank, incarnation)
-        seat.settled = number
-        if number > self._seats.closed + 1:  # we were started again, and so were the shards
+        seat, this = self._seats.member(rank, incarnation), self._seats.closed + 1
+        if number > this and not self.found:
+            raise CenterError(f"Round {number} is not open: this is round {this}. Begin it first.")
+        if number > this:  # we were started again, and so were the shards
             self._seats.closed = number - 1
             self._changed()
+        seat.settled = number
         return seat
 
     def _close(self, number: int) -> bool:
@@ -291,8 +313,11 @@ class Head(Founding):
         return list((self.description or {}).get("seal", [0, 0, 0]))
 
     @property
-    def _workers(self) -> int:
-        return int(self.description["plan"]["settings"]["workers"]) if self.description else 0
+    def plan(self) -> Plan | None:
+        """The center's; None before it is made."""
+        if self._plan is None and self.description:
+            self._plan = Plan.from_json(self.description["plan"])
+        return self._plan
 
     async def _ask(self) -> None:
         """Ask the shards how far everybody has come."""

@@ -180,9 +180,10 @@ class ServedMember(Member):
                     self.center.shards[k].name,
                 )
         if refused:
-            at, before = messages[0].sender.at, (self._row.steps, self._row.exchanges)
+            before = {"steps": self._row.steps, "exchanges": self._row.exchanges}
+            sender = replace(messages[0].sender, **before)
             for k in range(len(calls)):
-                self.ask(k, "discount", self.rank, at, *before).result()
+                self.ask(k, "discount", sender).result()
             raise refused
 
     def messages(self, parts: Parts) -> list[Message]:

@@ -19,7 +19,7 @@ from springline.center.blocks import (
 from springline.center.layout import Bytes, Run
 from springline.center.plan import Plan
 from springline.center.served.messages import Message
-from springline.rules.rule import Rule
+from springline.rules.rule import Rule, is_finite
 
 _ERRORS: Mapping[str, Any] = {"over": "raise", "invalid": "raise", "divide": "raise"}
 
@@ -87,6 +87,8 @@ def _merge(block: Block, message: Message, c: NDArray[Any]) -> None:
     elif message.brings(block.run):
         sent = block.local.message  # a copy that optimizers may write to
         np.copyto(sent, block.local.x)
+        if not is_finite(sent):
+            raise RefusedError(sent)
     else:
         return  # no gradient since the last exchange: nothing to merge
     merge_message(block, sent, message.rate(block.run))

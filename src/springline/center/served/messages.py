@@ -103,6 +103,22 @@ class Reply:
 
 
 @dataclass(frozen=True)
+class ClosedRound:
+    """A round that the head has closed.
+
+    Args:
+        number: its.
+        contributors: whose messages its mean is of; none if that is not known any more: of those
+            that a shard has.
+        signature: the head's.
+    """
+
+    number: int
+    contributors: list[int]
+    signature: int = 0
+
+
+@dataclass(frozen=True)
 class Row:
     """How far a rank has come, as a shard knows it."""
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from springline.center.errors import CenterError
 from springline.center.served.head import BEAT
-from springline.center.served.messages import Message, Reply
+from springline.center.served.messages import ClosedRound, Message, Reply
 from springline.center.served.parts import Parts
 
 _RESENT = 10.0  # seconds that others have to send again what a restarted shard has lost
@@ -38,9 +37,9 @@ class Rounds:
             while not self._next:
                 number = number or self._begin()
                 messages = self._contribute(parts, number)
-                contributors = self._close(number)
-                if contributors is not None:
-                    self._reduce(parts, messages, number, contributors)
+                closed = self._close(number)
+                if closed:
+                    self._reduce(parts, messages, closed)
                     self._next = number + 1
                 else:  # it was closed without us meanwhile; then we are in the next
                     number = 0
@@ -71,50 +70,47 @@ class Rounds:
             call.result()
         return messages
 
-    def _close(self, number: int) -> list[int] | None:
+    def _close(self, number: int) -> ClosedRound | None:
         """Say that we have contributed, and wait until the round is closed.
 
         Returns:
-            Who has; none if it is not known any more. None if it was closed before.
+            The closed round; None if it was closed before.
         """
-        found: list[list[int] | None] = []
+        found: list[ClosedRound | None] = []
 
         def contribute(seconds: float) -> list[int]:
             answer = self._member.ask_as_member("contribute", number, seconds)
-            closed, ranks = answer or (True, None)
-            if closed:
-                found.append(ranks)
-                return []
-            return ranks or [self._member.rank]
+            if isinstance(answer, list):
+                return answer or [self._member.rank]
+            found.append(answer)
+            return []
 
         self._member.wait(contribute, f"round {number}")
         return found[0]
 
-    def _reduce(
-        self, parts: Parts, messages: list[Message], number: int, contributors: Sequence[int]
-    ) -> None:
+    def _reduce(self, parts: Parts, messages: list[Message], closed: ClosedRound) -> None:
         """Take a round's mean from every shard."""
-        asked = number, contributors, messages[0].sender
+        asked = closed, messages[0].sender
         calls = [self._member.ask(k, "reduce", *asked) for k in range(len(messages))]
         for k, call in enumerate(calls):
             answer: Reply | list[int] = call.result()
             if isinstance(answer, list):
-                answer = self._reduce_again(k, messages[k], number, contributors)
+                answer = self._reduce_again(k, messages[k], closed)
             parts.adopt_mean(k, answer.data)
 
-    def _reduce_again(self, k: int, message: Message, number: int, asked: Sequence[int]) -> Reply:
+    def _reduce_again(self, k: int, message: Message, closed: ClosedRound) -> Reply:
         """Take the mean from a shard that was started again: what it had been sent is gone.
 
         We send our message again, and so do those who wait as we do. The others have gone on with
         the mean that it gave them, and are left out of this one.
         """
-        waited = time.monotonic()
+        waited, without = time.monotonic(), list[int]()
         while True:
-            self._member.ask(k, "contribute", message, number).result()
-            ask = self._member.ask(k, "reduce", number, asked, message.sender)
+            self._member.ask(k, "contribute", message, closed.number).result()
+            ask = self._member.ask(k, "reduce", closed, message.sender, without)
             answer: Reply | list[int] = ask.result()
             if not isinstance(answer, list):
                 return answer
             if time.monotonic() - waited > _RESENT:
-                asked = [rank for rank in asked if rank not in answer or rank == self._member.rank]
+                without += [rank for rank in answer if rank != self._member.rank]
             time.sleep(BEAT)

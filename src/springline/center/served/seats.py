@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 
 from springline.center.errors import CenterError
+from springline.center.token import issue
 
 _KNOWN = 10  # rounds whose contributors are remembered
 
@@ -39,6 +40,7 @@ class Seats:
 
     Args:
         grace: seconds without a heartbeat after which a member counts as dead.
+        token: the center's.
 
     Attributes:
         of: the seats, by rank.
@@ -47,12 +49,13 @@ class Seats:
         contributors: of the last few rounds.
     """
 
-    def __init__(self, grace: float) -> None:
+    def __init__(self, grace: float, token: str) -> None:
         self.of: dict[int, Seat] = {}
         self.quiet_until = 0.0
         self.closed = 0
         self.contributors: dict[int, list[int]] = {}
         self._grace = grace
+        self._token = token
         self._lease = Lease()
 
     def is_alive(self, seat: Seat) -> bool:
@@ -88,7 +91,7 @@ class Seats:
             return "wait", self._lease.rank
         # Who had a lease and died may have sent some of its values.
         if (changed or self._lease.number) and not (held and held == self._lease.number):
-            self._lease = Lease(rank, incarnation, time.time_ns())
+            self._lease = Lease(rank, incarnation, issue(self._token, "lease"))
             return "send", self._lease.number
         return None
 

@@ -17,7 +17,8 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -27,7 +28,16 @@ from springline.center.plan import Plan, arrays_of, nbytes_of
 from springline.center.served.book import Book, Replies, Slots, kept
 from springline.center.served.checkpoints import Checkpoints
 from springline.center.served.merger import Merger
-from springline.center.served.messages import Message, Reply, Row, Sender, Trouble, cut, span
+from springline.center.served.messages import (
+    ClosedRound,
+    Message,
+    Reply,
+    Row,
+    Sender,
+    Trouble,
+    cut,
+    span,
+)
 from springline.center.served.storage import Saved
 from springline.rules.rule import Rule
 
@@ -42,7 +52,16 @@ class Shard:
         count: of how many that were asked for.
         storage: where checkpoints go, if anywhere.
         every: exchanges, and seconds, from one checkpoint to the next, whichever comes first.
+
+    Attributes:
+        plan: of the whole center.
+        runs: what this part holds of the layout.
     """
+
+    calls: ClassVar[tuple[str, ...]] = (
+        *("initialise", "seal", "exchange", "discount", "contribute", "reduce"),
+        *("read", "read_all", "rows", "save", "trouble"),
+    )
 
     def __init__(
         self,
@@ -53,15 +72,15 @@ class Shard:
         storage: str | None = None,
         every: tuple[int, float] = (100, 10.0),
     ) -> None:
-        self._plan = Plan.from_json(plan)
+        self.plan = Plan.from_json(plan)
         self._rule = rule
         self.name = f"shard-{number}"
-        runs = cut(self._plan, count)[number]
+        self.runs = runs = cut(self.plan, count)[number]
         self._start, self._stop = span(runs)
         self._center = aligned_zeros(self._stop - self._start)
-        entries = self._plan.state_within(self._start, self._stop)
+        entries = self.plan.state_within(self._start, self._stop)
         self._state = aligned_zeros(nbytes_of(entries))
-        self._merger = Merger(self._plan, rule, runs, self._center, arrays_of(entries, self._state))
+        self._merger = Merger(self.plan, rule, runs, self._center, arrays_of(entries, self._state))
         self._ready = False
         self.life = uuid.uuid4().hex
         self._as_of = self._back_to = time.time()  # the last exchange; the last before this life
@@ -113,34 +132,45 @@ class Shard:
             if self._book.applied(sender):
                 return self._replies.to(sender) or Reply(self._center.copy(), forgotten=True)
             self._replies.forget(sender.rank)
-            reply = self._apply(message)
+            before, reply = self._book.rows().get(sender.rank, Row()), self._apply(message)
             if self._rule.adopts_message or reply.refused is not None:
                 self._replies.keep(sender, reply)
             self._note(sender)
+            if reply.refused is not None:
+                self.discount(replace(sender, steps=before.steps, exchanges=before.exchanges))
         return reply
 
-    def discount(self, rank: int, at: tuple[int, int], steps: int, exchanges: int) -> None:
-        """Do not count a worker's last exchange, some of whose blocks were refused."""
-        self._book.discount(rank, at, steps, exchanges)
+    def discount(self, sender: Sender) -> None:
+        """Do not count a worker's last exchange, some of whose blocks were refused.
+
+        Args:
+            sender: of that exchange, with the steps and exchanges before it.
+        """
+        self._book.discount(sender)
 
     def contribute(self, message: Message, number: int) -> None:
         """Take a worker's message for a round."""
         self._check(message.sender)
         self._slots.take(message.sender, message.data, number)
 
-    def reduce(self, number: int, contributors: Sequence[int], sender: Sender) -> Reply | list[int]:
+    def reduce(
+        self, closed: ClosedRound, sender: Sender, without: Sequence[int] = ()
+    ) -> Reply | list[int]:
         """Reduce a round, unless that is done, and return its mean.
 
         Args:
-            number: of the round.
-            contributors: whose messages it is the mean of; none if that is not known any more:
-                of those that are here, with whoever asks.
+            closed: the round. If its contributors are not known any more: of the messages that are
+                here, with that of whoever asks.
             sender: who asks.
+            without: contributors that do not send again what a shard has lost in a restart.
 
         Returns:
             The ranks whose messages are not here, if any: this shard was started again meanwhile.
         """
         self._check(sender)
+        number, contributors = closed.number, closed.contributors
+        if self._book.restarted:
+            contributors = [rank for rank in contributors if rank not in without]
         with self._turn:
             if self._slots.reduced < number:
                 messages = self._slots.of_round(number, contributors, sender.rank)
@@ -225,7 +255,7 @@ class Shard:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        if self._plan.use_locking or self._rule.synchronous:
+        if self.plan.use_locking or self._rule.synchronous:
             with self._turn:
                 yield
         else:
