@@ -171,13 +171,14 @@ def prepare(case: Case, settings: Settings, rank: int) -> _Made:
         megabytes = settings.nbytes / LAYERS / 2**20  # a layer: as soon as it has its gradient
         model = nn.parallel.DistributedDataParallel(plain, bucket_cap_mb=megabytes)
     elif case.kind == RAY:
+        name = center_name(case.period)
         os.environ |= {"SPRINGLINE_RANK": str(rank), "SPRINGLINE_WORKERS": str(settings.workers)}
         ours = ElasticAverageOptimizer(
             opt,
             model=plain,
             communication_period=case.period,
             overlap=case.overlap,
-            center=RayCenter.open(center_name(case.period)),
+            center=RayCenter.open(name, token=name),
         )
     elif case.kind == COLLECTIVE:
         ours = ModelAverageOptimizer(
@@ -191,7 +192,7 @@ def prepare(case: Case, settings: Settings, rank: int) -> _Made:
 
 
 def center_name(period: int) -> str:
-    """Return what the center of a period is called."""
+    """Return what the center of a period is called; here that is its token, too."""
     return f"links-{period}"
 
 
@@ -208,6 +209,7 @@ def make_centers(settings: Settings) -> None:
             values,
             shards=settings.shards,
             linger=LINGER,
+            token=center_name(period),
         ).close()
 
 

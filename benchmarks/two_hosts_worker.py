@@ -58,7 +58,8 @@ def join(case: Case) -> Worker:
     values = {"w": np.random.default_rng(0).standard_normal(case.parameters, np.float32)}
     rule = ElasticAverage(period=NEVER)
     layout = Layout.of(values)
-    center = RayCenter.create_or_join("two-hosts", layout, rule, values, shards=case.shards)
+    options: Any = {"shards": case.shards, "token": "two-hosts"}
+    center = RayCenter.create_or_join("two-hosts", layout, rule, values, **options)
     return Worker(values, rule, center)
 
 

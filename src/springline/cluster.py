@@ -4,6 +4,7 @@
     SPRINGLINE_CENTER     the name of the run's center there
     SPRINGLINE_SHARDS     into how many the center is cut, if somebody has said so
     SPRINGLINE_STORAGE    where its shards keep checkpoints, if anywhere
+    SPRINGLINE_TOKEN      the center's token: a secret that all its workers share
     SPRINGLINE_JOIN       1 if there is a center: should it be gone, no new one is made
 
 `springline run --address` sets them. Without it, processes on any machine that reaches the cluster
@@ -13,11 +14,11 @@ meet with these, SPRINGLINE_RANK and SPRINGLINE_WORKERS.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from springline.center.center import Center
-from springline.center.errors import CenterError
+from springline.center.errors import CenterError, TokenError
 from springline.center.layout import Layout
 from springline.rules.rule import Rule
 
@@ -28,6 +29,7 @@ class Cluster:
 
     address: str  # the cluster's
     center: str  # its name
+    token: str = field(repr=False)  # the center's; it is in no log
     shards: int | None = None  # into how many it is cut; None to let the center choose
     storage: str | None = None  # where its shards keep checkpoints, if anywhere
     join: bool = False  # whether the center was made before, and is not to be made anew
@@ -37,7 +39,7 @@ class Cluster:
         """Find the cluster; None for a run on one machine.
 
         >>> here = {"SPRINGLINE_ADDRESS": "10.0.0.1:6379", "SPRINGLINE_CENTER": "digits"}
-        >>> Cluster.from_environment(here | {"SPRINGLINE_SHARDS": "4"})
+        >>> Cluster.from_environment(here | {"SPRINGLINE_SHARDS": "4", "SPRINGLINE_TOKEN": "0f"})
         Cluster(address='10.0.0.1:6379', center='digits', shards=4, storage=None, join=False)
         """
         address, center = (environment.get(f"SPRINGLINE_{k}") for k in ("ADDRESS", "CENTER"))
@@ -49,18 +51,26 @@ class Cluster:
                 "cluster and the name of the run's center there. Received: "
                 f"SPRINGLINE_ADDRESS={address!r}, SPRINGLINE_CENTER={center!r}."
             )
+        token = environment.get("SPRINGLINE_TOKEN", "").strip()
+        if not token:
+            raise ValueError(
+                f"SPRINGLINE_TOKEN is not set: the secret that all workers of {center!r} share, "
+                "without which nobody joins them. Make one with `openssl rand -hex 32`, and give "
+                "each worker the same. That of a run is in RUN/token."
+            )
         shards = environment.get("SPRINGLINE_SHARDS") or None
         if shards is not None and not (shards.strip().isdigit() and int(shards)):
             raise ValueError(f"SPRINGLINE_SHARDS must be an integer >= 1. Received: {shards!r}.")
         storage = environment.get("SPRINGLINE_STORAGE") or None
         join = environment.get("SPRINGLINE_JOIN") == "1"
-        return cls(address, center, int(shards) if shards else None, storage, join)
+        return cls(address, center, token, int(shards) if shards else None, storage, join)
 
     def environment(self) -> dict[str, str]:
         """Return what a worker is told, so that it finds this."""
         told = {
             "ADDRESS": self.address,
             "CENTER": self.center,
+            "TOKEN": self.token,
             "SHARDS": self.shards,
             "STORAGE": self.storage,
             "JOIN": 1 if self.join else None,
@@ -83,6 +93,7 @@ class Cluster:
             shards=self.shards,
             storage=self.storage,
             join=self.join,
+            token=self.token,
         )
 
     def steps(self) -> list[int]:
@@ -90,8 +101,10 @@ class Cluster:
         from springline.center.ray import RayCenter
 
         try:
-            with RayCenter.open(self.center, self.address) as center:
+            with RayCenter.open(self.center, self.address, token=self.token) as center:
                 return [rank.steps for rank in center.progress()]
+        except TokenError:
+            raise
         except CenterError:
             return self._saved_steps()
 

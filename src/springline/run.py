@@ -7,6 +7,7 @@
 Without any, a script is a run of one worker.
 
     RUN/center/     the shared center
+    RUN/token       that of a center on a cluster
     RUN/metrics/    one file of JSON lines per worker
     RUN/logs/       what the workers print
     RUN/stop        asks all workers to finish early

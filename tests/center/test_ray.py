@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -19,11 +19,19 @@ from marks import slow
 from ray_cluster import actors_of, end_center
 from recorded import gradient, rows, rule_of, schedule_of, start
 from springline import ElasticAverage, Worker
-from springline.center import CenterError, CheckpointError, Layout, NonFiniteError, SettingsError
-from springline.center.errors import EndedError
-from springline.center.ray import RayCenter
+from springline.center import (
+    CenterError,
+    CheckpointError,
+    Layout,
+    LayoutError,
+    NonFiniteError,
+    SettingsError,
+)
+from springline.center.errors import EndedError, TokenError
+from springline.center.ray import RayCenter, retire
 from springline.center.ray_peer import RayPeer, door, shard_name
-from springline.center.served.peer import PeerLostError
+from springline.center.served.parts import Parts
+from springline.center.served.peer import Call, PeerLostError
 from springline.rules import Rule
 from springline.rules.reference import Optimizer
 from springline.torch import AGNOptimizer, ElasticAverageOptimizer
@@ -40,7 +48,7 @@ def name(cluster):
 
 
 def make(name, rule=RULE, values=VALUES, **options):
-    options = {"shards": 2} | options
+    options = {"shards": 2, "token": name} | options
     return RayCenter.create_or_join(name, Layout.of(values), rule, values, **options)
 
 
@@ -93,6 +101,32 @@ def test_a_center_that_was_made_before_is_not_made_anew(name):
     assert make(name, join=True).version == 0
 
 
+def test_who_has_no_token_gets_nothing_and_who_calls_wrongly_changes_nothing(name):
+    center = make(name, token=None)  # its maker hands it on
+    words = r"without the token of this center.*`token=center\.token`"
+    for token in (None, "another"):
+        for call in (RayCenter.open, make, retire):
+            with pytest.raises(TokenError, match=words):
+                call(name, token=token)
+    for actor in actors_of(name).values():
+        assert not {"look", "join", "exchange", "save"} & set(dir(actor))  # but for `call`
+        with pytest.raises(TokenError, match=words):
+            ray.get(actor.call.remote("another", "save"))
+
+    one = Worker(VALUES, RULE, RayCenter.open(name, token=center.token), 0)
+    message, *_ = one.member.messages(Parts(center.plan, center.parts, RULE, 0, one.local))
+    with pytest.raises(LayoutError, match=r"of uint8. Received: an array of shape"):
+        Call(center.shards[0], "exchange", replace(message, data=message.data[:-4])).result()
+    other = ElasticAverage(workers=3, period=1, moving_rate=0.25)
+    with pytest.raises(SettingsError, match="workers=2, this worker comes with workers=3"):
+        Call(center.head, "make_shards", other).result()
+    one.parameters["b"] += 4
+    one.exchange()
+    np.testing.assert_array_equal(center.values()["b"], 2)
+    assert center.version == 1
+    one.member.leave()
+
+
 def test_shards_are_spread_over_the_machines(name):
     make(name, shards=4).close()
     assert len(where_shards_are(name)) == 2
@@ -122,13 +156,14 @@ def where_shards_are(name):
 
 MAKE_A_HEAD = """
 import sys
-from springline.center.ray_actors import RayHead, make_actor
+from springline.center.ray_actors import HeadActor, make_actor
 from springline.center.ray_peer import connect, head_name, ray
 
 address, name = sys.argv[1:]
 connect(address)
-head = make_actor(RayHead, head_name(name), {"max_concurrency": 10}, name, None, 10.0, 600.0)
-ray.get(head.look.remote())
+about = name, name, None, 10.0, 600.0
+head = make_actor(HeadActor, head_name(name), {"max_concurrency": 10}, *about)
+ray.get(head.call.remote(name, "look"))
 """
 
 
@@ -264,7 +299,7 @@ def test_a_center_that_nobody_uses_saves_itself_and_goes_on_later(name, tmp_path
     assert Worker(VALUES, RULE, again, 0).start_step == 0
     again.retire()
     with pytest.raises(CenterError, match="There is no center"):
-        RayCenter.open(name)
+        RayCenter.open(name, token=name)
 
 
 def test_a_storage_that_cannot_be_written_is_said_and_nothing_stays(name, tmp_path):
@@ -301,8 +336,8 @@ def test_a_storage_that_machines_do_not_share_is_refused(name):
 def test_an_actor_of_the_same_name_is_not_the_one_that_is_gone(name):
     make(name, shards=2)
     actors = actors_of(name)
-    one = RayPeer("shard 0", shard_name(name, 0), actors["shard-0"])
-    other = RayPeer("shard 0", shard_name(name, 0), actors["shard-1"])
+    one = RayPeer("shard 0", shard_name(name, 0), actors["shard-0"], name)
+    other = RayPeer("shard 0", shard_name(name, 0), actors["shard-1"], name)
     assert isinstance(one.lost(RayActorError()), PeerLostError)
     assert isinstance(other.lost(RayActorError()), EndedError)
 

@@ -48,7 +48,10 @@ def cluster():
 @pytest.fixture
 def center(cluster, tmp_path):
     made = RayCenter.create_or_join(
-        "outside", Layout.of(VALUES), RULE, VALUES, shards=2, storage=str(tmp_path), every=(1, 0.1)
+        *("outside", Layout.of(VALUES), RULE, VALUES),
+        shards=2,
+        storage=str(tmp_path),
+        every=(1, 0.1),
     )
     yield made
     end_center("outside")
@@ -56,7 +59,8 @@ def center(cluster, tmp_path):
 
 @pytest.fixture
 def outside(center):
-    told = {"ADDRESS": f"ray://127.0.0.1:{PORT}", "CENTER": "outside", "RANK": "1", "WORKERS": "2"}
+    told = {"ADDRESS": f"ray://127.0.0.1:{PORT}", "CENTER": "outside", "TOKEN": center.token}
+    told |= {"RANK": "1", "WORKERS": "2"}
     environment = {f"SPRINGLINE_{key}": value for key, value in told.items()}
     inherited = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     process = subprocess.Popen(

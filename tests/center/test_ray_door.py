@@ -22,7 +22,7 @@ from springline.center.served.peer import NotHereError
 
 @ray.remote(num_cpus=0)
 class Mute:
-    def ask(self):
+    def call(self, *_):
         time.sleep(100)
 
 def wait():
@@ -37,7 +37,7 @@ def wait():
             return
 
 connect()
-peer = RayPeer("mute", "mute", Mute.remote())
+peer = RayPeer("mute", "mute", Mute.remote(), "token")
 threading.Thread(target=wait, daemon=True).start()
 time.sleep(0.2)
 """

@@ -16,7 +16,7 @@ def head(monkeypatch):
     head = mock.Mock()
     head.name = "the center's head"
     monkeypatch.setattr("springline.center.ray.find", lambda name: None)
-    monkeypatch.setattr("springline.center.ray.head_peer", lambda name, handle: head)
+    monkeypatch.setattr("springline.center.ray.head_peer", lambda name, handle, token: head)
     return head
 
 
@@ -26,7 +26,7 @@ def retire_with(head):
 
     def retire_with(*answers):
         head.ask.return_value.result.side_effect = answers
-        retire("digits")
+        retire("digits", "token")
         return head.ask.call_count
 
     return retire_with
@@ -49,13 +49,13 @@ def test_a_center_that_does_not_end_in_time_is_said(monkeypatch, retire_with):
 def test_a_process_that_has_left_the_cluster_says_so(head):
     head.ask.side_effect = EndedError("This process has left the Ray cluster.")
     with pytest.raises(EndedError, match="has left"):
-        retire("digits")
+        retire("digits", "token")
 
 
 def test_a_center_that_is_not_there_is_said(monkeypatch):
     monkeypatch.setattr("springline.center.ray.find", mock.Mock(side_effect=ValueError))
     with pytest.raises(CenterError, match=r"There is no center 'digits' on"):
-        retire("digits")
+        retire("digits", "token")
 
 
 def test_a_storage_that_is_behind_is_said(retire_with, caplog):

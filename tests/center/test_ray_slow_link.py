@@ -21,7 +21,8 @@ from springline.center.ray import RayCenter, connect
 connect(sys.argv[1])
 rule = ElasticAverage(period=1, moving_rate=0.5)
 values = {"w": np.zeros(5_000_000, np.float32)}
-center = RayCenter.create_or_join("far", Layout.of(values), rule, values, shards=1)
+given = "far", Layout.of(values), rule, values
+center = RayCenter.create_or_join(*given, shards=1, token="of both hosts")
 if sys.argv[2] == "train":
     worker = Worker(values, rule, center, timeout=None if sys.argv[3] == "None" else 20)
     for _ in range(2):

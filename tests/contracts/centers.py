@@ -169,14 +169,15 @@ class OnRay(Place):
         if rule.outer and not type(rule.outer).__module__.startswith("springline"):
             # The actors cannot import a test.
             ray.cloudpickle.register_pickle_by_value(sys.modules[type(rule.outer).__module__])
-        options = {"use_locking": use_locking, "restore": restore, "shards": 2}
+        options = {"use_locking": use_locking, "restore": restore, "shards": 2, "token": self.name}
         center = RayCenter.create_or_join(self.name, layout, rule, values, **options)
         self.opened.append(center)
         return center
 
     @staticmethod
     def open(path):
-        return RayCenter.open(f"{path.parent.name}-{path.name}")
+        name = f"{path.parent.name}-{path.name}"
+        return RayCenter.open(name, token=name)
 
     def waits(self, rank):
         return rank in Call(self.opened[0].head, "waiting").result()

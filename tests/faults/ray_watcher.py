@@ -48,7 +48,7 @@ def main(address, name):
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # Ray has things to say too
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # for the actors
-    center = RayCenter.open(name, address)
+    center = RayCenter.open(name, address, token=name)
     print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:
         answer = {"actors": actors, "center": look, "end": end}[line.strip()](center)

@@ -52,6 +52,7 @@ def open_center(settings, rule, values):
         storage=settings["storage"],
         every=tuple(settings["every"]),
         grace=settings["grace"],
+        token=settings["name"],
     )
 
 

@@ -30,7 +30,7 @@ def join(cluster, tmp_path):
     opened = []
 
     def join(rule, rank):
-        options = {"shards": 2, "storage": str(tmp_path / "storage"), "grace": 2.0}
+        options = {"shards": 2, "storage": str(tmp_path / "storage"), "grace": 2.0, "token": "it"}
         given = tmp_path.name, Layout.of(VALUES), rule, VALUES
         opened.append(RayCenter.create_or_join(*given, **options))
         return Worker(VALUES, rule, opened[-1], rank, synchronous=False, timeout=60)

@@ -13,7 +13,9 @@ from clustered import ClusterRun
 from launched import TRAINING, alive, all_gone, wait_for
 from safetensors.numpy import load_file
 
+from springline.center.errors import TokenError
 from springline.center.ray import RayCenter
+from springline.center.token import read_token
 from springline.launch.ray_keeper import center_name
 
 PATIENCE = 120.0  # seconds for what takes a few, on a busy machine
@@ -50,6 +52,13 @@ def test_a_run_on_a_cluster_whose_worker_is_killed(train, command, run, tmp_path
     assert load_file(tmp_path / "out.safetensors").keys() == {"w"}
     assert running.process.poll() is None
 
+    token = read_token(run.path)
+    assert (run.path / "token").stat().st_mode & 0o777 == 0o600
+    with RayCenter.open(center_name(run.path), token=token) as center:
+        assert center.members() == [0, 1]
+    with pytest.raises(TokenError, match=r"`token=read_token\(RUN\)`"):
+        RayCenter.open(center_name(run.path))
+
     assert running.wait(PATIENCE) == 0, running.output
     words = f"on 2 workers of the cluster at auto, the center is {center_name(run.path)}."
     assert words in running.output
@@ -68,6 +77,9 @@ def test_a_run_on_a_cluster_whose_worker_is_killed(train, command, run, tmp_path
     ]
     assert [line["step"] for line in lines] == [0, *range(1, 151)]
     assert (run.path / "total").read_text() == "150\n"
+    written = [path for path in run.path.rglob("*") if path.is_file() and path.name != "token"]
+    assert not any(token.encode() in path.read_bytes() for path in written)
+    assert token not in running.output
     center = load_file(run.path / "center.safetensors")["w"]
     assert np.isfinite(center).all()
     assert (center > 0).all()
@@ -270,6 +282,7 @@ def test_the_working_directory_is_copied(command, cluster, run, script, tmp_path
 @pytest.mark.slow
 def test_workers_that_nobody_launched_meet_by_address(start_command, cluster, tmp_path):
     place = {"SPRINGLINE_ADDRESS": cluster.address, "SPRINGLINE_CENTER": tmp_path.name}
+    place |= {"SPRINGLINE_TOKEN": "theirs"}
     workers = [
         start_command(
             *("average", 20, 0),
@@ -279,7 +292,7 @@ def test_workers_that_nobody_launched_meet_by_address(start_command, cluster, tm
         for rank in range(2)
     ]
     assert [worker.wait(PATIENCE) for worker in workers] == [0, 0], workers[0].output
-    with RayCenter.open(tmp_path.name) as center:
+    with RayCenter.open(tmp_path.name, token="theirs") as center:
         assert [rank.steps for rank in center.progress()] == [20, 20]
         assert center.version == 10
         center.retire()

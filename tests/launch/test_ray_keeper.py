@@ -14,8 +14,10 @@ from safetensors.numpy import load_file
 from served import Service, worker
 from springline import AGN, ElasticAverage
 from springline.center import CenterError, Layout
+from springline.center.errors import TokenError
 from springline.center.served.center import ServedCenter
 from springline.center.served.storage import Storage
+from springline.center.token import read_token
 from springline.launch import ray_keeper
 from springline.launch.directory import LaunchError
 from springline.launch.keeper import storage_of
@@ -65,14 +67,14 @@ class Members(contextlib.nullcontext):
 def test_a_copy_of_a_run_does_not_use_the_center_of_the_other(tmp_path, monkeypatch):
     LaunchState("train.py", [], 0.0, 1, center="digits-1").write(tmp_path)
     there = {"digits-1": Members(0, 1, 2)}
-    monkeypatch.setattr(ray_keeper, "open_center", there.get)
+    monkeypatch.setattr(ray_keeper, "open_center", lambda name, token: there.get(name))
     monkeypatch.setattr(ray_keeper.time, "sleep", lambda _: None)
-    check_center(tmp_path, "digits-1", None)
+    check_center(tmp_path, "digits-1", None, "token")
     assert there["digits-1"].members() == []  # they were waited for
     there["digits-1"] = Members(0, 1)
     monkeypatch.setattr(ray_keeper, "_LEAVING", -1.0)
     with pytest.raises(LaunchError, match=r"Workers of another launcher .* digits-1, .*: ranks \["):
-        check_center(tmp_path, "digits-1", None)
+        check_center(tmp_path, "digits-1", None, "token")
 
 
 def test_a_run_whose_center_is_gone_does_not_start_over(tmp_path, monkeypatch):
@@ -81,13 +83,25 @@ def test_a_run_whose_center_is_gone_does_not_start_over(tmp_path, monkeypatch):
     CenterStatus({}, 0, [], []).write(run / "center")
     Storage(str(full)).write("head", {})
     there = {"digits-1": Members()}
-    monkeypatch.setattr(ray_keeper, "open_center", there.get)
-    check_center(run, "digits-1", None)
-    check_center(run, "digits-2", str(full))
+    monkeypatch.setattr(ray_keeper, "open_center", lambda name, token: there.get(name))
+    check_center(run, "digits-1", None, "token")
+    check_center(run, "digits-2", str(full), "token")
     with pytest.raises(LaunchError, match="was started with `--storage none`: it is gone"):
-        check_center(run, "digits-2", None)
+        check_center(run, "digits-2", None, "token")
     with pytest.raises(LaunchError, match=f"is not in {tmp_path / 'empty'} any more: it is gone"):
-        check_center(run, "digits-2", str(tmp_path / "empty"))
+        check_center(run, "digits-2", str(tmp_path / "empty"), "token")
+
+
+def test_a_run_whose_token_is_lost_says_where_it_was(tmp_path, monkeypatch):
+    def refuse(name, token):
+        raise TokenError("not that of this center")
+
+    monkeypatch.setattr(ray_keeper, "open_center", refuse)
+    words = f"digits-1 of the run in {tmp_path} .* not in {tmp_path}/token. Copy that file"
+    with pytest.raises(LaunchError, match=words):
+        check_center(tmp_path, "digits-1", None, "another")
+    with pytest.raises(TokenError, match=f"Cannot read {tmp_path}/token, .*: No such file"):
+        read_token(tmp_path)
 
 
 @pytest.fixture
@@ -98,7 +112,7 @@ def serve(monkeypatch):
     def serve(rule, values, **options):
         service = Service(Layout.of(values), rule, values, True, None, **options)
         services.append(service)
-        monkeypatch.setattr(ray_keeper, "open_center", lambda name: service.open())
+        monkeypatch.setattr(ray_keeper, "open_center", lambda name, token: service.open())
         monkeypatch.setattr(ServedCenter, "retire", lambda center: None, raising=False)
         service.told = []
         service.head.tell = lambda *words: service.told.append(words)
@@ -112,7 +126,7 @@ def serve(monkeypatch):
 def keeper_of(run, said=None, storage=None):
     (run / "center").mkdir(exist_ok=True)
     say = [].append if said is None else said.append
-    return RayKeeper(SimpleNamespace(path=run), say, "digits", storage, lambda: [1])
+    return RayKeeper(SimpleNamespace(path=run), say, "digits", storage, "token", lambda: [1])
 
 
 @pytest.mark.parametrize(("size", "which"), [(4, "shard 0"), (200_000, "shard 0 and 2 more")])
@@ -178,7 +192,7 @@ def test_a_cluster_that_does_not_answer_ends_no_keeper(tmp_path, monkeypatch):
     monkeypatch.setattr(ray_keeper, "_EVERY", 0.001)
     opened, often = [], threading.Event()
 
-    def open_center(_):
+    def open_center(*_):
         opened.append(Silent())
         opened[-1].__enter__ = lambda: opened[-1]
         if len(opened) > 6:
@@ -205,7 +219,7 @@ def test_a_center_that_has_left_the_cluster_is_taken_from_its_storage(serve, tmp
     for keeper in (kept, unkept):
         keeper.start()
         keeper._look()
-    monkeypatch.setattr(ray_keeper, "open_center", lambda name: None)
+    monkeypatch.setattr(ray_keeper, "open_center", lambda name, token: None)
     final = kept.finish()
     assert final == tmp_path / "center.safetensors"
     np.testing.assert_array_equal(load_file(final)["w"], 2)
@@ -218,6 +232,6 @@ def test_a_center_that_has_left_the_cluster_is_taken_from_its_storage(serve, tmp
 def test_a_launch_without_workers_keeps_what_an_earlier_one_has_left(tmp_path, monkeypatch):
     (tmp_path / "center.safetensors").write_bytes(b"of an earlier launch")
     keeper = keeper_of(tmp_path)
-    monkeypatch.setattr(ray_keeper, "open_center", lambda name: None)
+    monkeypatch.setattr(ray_keeper, "open_center", lambda name, token: None)
     keeper.start()
     assert keeper.finish().read_bytes() == b"of an earlier launch"

@@ -20,7 +20,7 @@ from springline.launch.worker_actor import Assignment, FilePart, WorkerActor
 
 
 def assignment(script, directory, **environment):
-    cluster = Cluster("127.0.0.1:1", "digits")
+    cluster = Cluster("127.0.0.1:1", "digits", "token")
     return Assignment([str(script)], str(directory), 0, 1, cluster, environment)
 
 

@@ -74,7 +74,8 @@ def test_ranks_of_a_process_group_that_torchrun_has_not_started():
 
 
 def test_a_worker_finds_the_cluster_in_its_environment():
-    cluster = Cluster("10.0.0.1:6379", "digits", storage="s3://bucket/digits")
+    cluster = Cluster("10.0.0.1:6379", "digits", "theirs", storage="s3://bucket/digits")
+    assert "theirs" not in repr(cluster)
     told = cluster.environment() | {"SPRINGLINE_RANK": "1", "SPRINGLINE_WORKERS": "2"}
     run = Run.from_environment(told)
     assert (run.cluster, run.rank, run.workers) == (cluster, 1, 2)
@@ -88,7 +89,14 @@ def test_a_worker_finds_the_cluster_in_its_environment():
         ({"SPRINGLINE_CENTER": "digits"}, "SPRINGLINE_ADDRESS=None"),
         ({"SPRINGLINE_ADDRESS": "auto"}, "SPRINGLINE_CENTER=None"),
         (
-            {"SPRINGLINE_ADDRESS": "a", "SPRINGLINE_CENTER": "b", "SPRINGLINE_SHARDS": "many"},
+            {"SPRINGLINE_ADDRESS": "a", "SPRINGLINE_CENTER": "b"},
+            r"SPRINGLINE_TOKEN is not set: .* workers of 'b' .*`openssl rand -hex 32`",
+        ),
+        (
+            {
+                **{"SPRINGLINE_ADDRESS": "a", "SPRINGLINE_CENTER": "b", "SPRINGLINE_TOKEN": "c"},
+                "SPRINGLINE_SHARDS": "many",
+            },
             "SPRINGLINE_SHARDS must be an integer >= 1. Received: 'many'",
         ),
     ],

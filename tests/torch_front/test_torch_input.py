@@ -201,6 +201,7 @@ def test_an_optimizer_after_a_finished_one_may_have_its_center(run):
 def test_on_a_cluster_a_script_has_one_center(run, monkeypatch):
     monkeypatch.setenv("SPRINGLINE_ADDRESS", "127.0.0.1:1")
     monkeypatch.setenv("SPRINGLINE_CENTER", "digits")
+    monkeypatch.setenv("SPRINGLINE_TOKEN", "theirs")
     with pytest.raises(ValueError, match=r"is this worker's own.*Leave `center` out"):
         wrap("elastic", sgd(network()), center=run / "second")
     assert not run.exists()

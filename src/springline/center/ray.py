@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from springline.center.center import check_layout, check_settings
-from springline.center.errors import CenterError, EndedError
+from springline.center.errors import CenterError, EndedError, TokenError
 from springline.center.layout import Layout
 from springline.center.plan import Plan
-from springline.center.ray_actors import RayHead, make_actor
+from springline.center.ray_actors import HeadActor, make_actor
 from springline.center.ray_peer import (
     NAMESPACE,
     PAUSE,
@@ -35,6 +35,7 @@ from springline.center.served.center import ServedCenter, first_parts
 from springline.center.served.head import GRACE
 from springline.center.served.messages import cut
 from springline.center.served.peer import Call
+from springline.center.token import new_token
 from springline.rules.rule import Rule
 
 _log = logging.getLogger("springline")
@@ -48,12 +49,21 @@ _RETIRING = 300.0  # seconds that saving all shards may take
 
 
 class RayCenter(ServedCenter):
-    """A center on a Ray cluster. Make one with `create_or_join` or `open`."""
+    """A center on a Ray cluster. Make one with `create_or_join` or `open`.
 
-    def __init__(self, name: str, description: Mapping[str, Any], handles: Sequence[Any]) -> None:
+    Attributes:
+        name: the center's.
+        token: the secret that was made with it, without which nobody joins or opens it.
+    """
+
+    def __init__(
+        self, name: str, description: Mapping[str, Any], handles: Sequence[Any], token: str
+    ) -> None:
         head, *shards = handles
-        super().__init__(description, head_peer(name, head), shard_peers(name, shards))
+        peers = head_peer(name, head, token), shard_peers(name, shards, token)
+        super().__init__(description, *peers)
         self.name = name
+        self.token = token
 
     @classmethod
     def create_or_join(
@@ -72,6 +82,7 @@ class RayCenter(ServedCenter):
         grace: float = GRACE,
         linger: float = LINGER,
         join: bool = False,
+        token: str | None = None,
     ) -> RayCenter:
         """Open the center of that name, which is made by whoever comes first.
 
@@ -93,19 +104,22 @@ class RayCenter(ServedCenter):
             grace: seconds without a heartbeat after which a worker counts as dead.
             linger: seconds without a worker after which the center saves itself and retires.
             join: whether the center is known to have been made: it is not made anew.
+            token: a secret that all workers of the center share. By default a new one, for the
+                one that makes the center to hand on (`center.token`).
         """
         connect(address)
         if storage and "://" not in storage:
             storage = str(Path(storage).absolute())
         plan = Plan.of(layout, rule, use_locking)
-        about = (name, storage, grace, linger), plan.workers
+        token = token or new_token()
+        about = (token, name, storage, grace, linger), plan.workers
         head, description = _call_head(*about, "open")
         if description is None:
             asked = restore, shards, storage, every, join
             try:
                 made = _new_center(name, plan, values, *asked)
             except BaseException:
-                head_peer(name, head).tell("abandon")
+                head_peer(name, head, token).tell("abandon")
                 raise
             head, description = _call_head(*about, "create", rule, *made)
         if storage and storage != description["storage"]:
@@ -117,32 +131,41 @@ class RayCenter(ServedCenter):
         held = Plan.from_json(description["plan"])
         check_layout(held.layout, layout)
         check_settings(held.settings, plan.settings)
-        Call(head_peer(name, head), "make_shards", rule).result()
+        Call(head_peer(name, head, token), "make_shards", rule).result()
         handles = [find(shard_name(name, k)) for k in range(description["shards"])]
-        return cls(name, description, [head, *handles])
+        return cls(name, description, [head, *handles], token)
 
     @classmethod
-    def open(cls, name: str, address: str | None = None) -> RayCenter:
-        """Open a center that is there, whatever its model: to read, to save, to watch."""
+    def open(cls, name: str, address: str | None = None, token: str | None = None) -> RayCenter:
+        """Open a center that is there, whatever its model: to read, to save, to watch.
+
+        Args:
+            name: the center's.
+            address: of the cluster; by default the one that this process is in.
+            token: the center's: `center.token` of whoever made it, or `read_token(RUN)`.
+        """
         connect(address)
+        token = token or ""
         try:
             head = find(head_name(name))
-            look = Call(head_peer(name, head), "look").result()
+            look = Call(head_peer(name, head, token), "look").result()
             count = look.description["shards"] if look else 0
             handles = [find(shard_name(name, k)) for k in range(count)]
+        except TokenError:
+            raise
         except (CenterError, ValueError) as error:  # it may end this very moment
             raise _nobody(name) from error
         if look is None:
             raise _nobody(name)
-        return cls(name, look.description, [head, *handles])
+        return cls(name, look.description, [head, *handles], token)
 
     def retire(self) -> None:
         """Save every shard to the storage, and end the center's actors."""
         self.close()
-        retire(self.name)
+        retire(self.name, self.token)
 
 
-def retire(name: str) -> None:
+def retire(name: str, token: str) -> None:
     """Save and end what there is of a center.
 
     Raises:
@@ -155,7 +178,7 @@ def retire(name: str) -> None:
             raise CenterError(f"The center {name!r} could not be saved and ended in time.")
 
     try:
-        call = Call(head_peer(name, find(head_name(name))), "retire", check=check)
+        call = Call(head_peer(name, find(head_name(name)), token), "retire", check=check)
     except ValueError as error:
         raise _nobody(name) from error
     with contextlib.suppress(EndedError):  # the head has ended before it could answer
@@ -180,7 +203,7 @@ def _call_head(
 
     A head that is just ending, because its center was ended or could not be made, is waited for.
     """
-    (name, storage, *_), deadline = about, time.monotonic() + _ENDING
+    (token, name, storage, *_), deadline = about, time.monotonic() + _ENDING
     options: dict[str, Any] = {
         "max_concurrency": _CALLS + 2 * workers,
         "scheduling_strategy": "SPREAD",
@@ -188,9 +211,9 @@ def _call_head(
     if not storage:
         options["max_restarts"] = 0  # it would not know its center any more
     while True:
-        head = make_actor(RayHead, head_name(name), options, *about)
+        head = make_actor(HeadActor, head_name(name), options, *about)
         try:
-            return head, Call(head_peer(name, head), method, *arguments).result()
+            return head, Call(head_peer(name, head, token), method, *arguments).result()
         except EndedError:
             if time.monotonic() > deadline:
                 raise

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from springline.center.errors import CenterError, EndedError, forgotten
+from springline.center.errors import CenterError, EndedError, TokenError, forgotten
 from springline.center.ray_peer import (
     NAMESPACE,
     PAUSE,
@@ -26,6 +25,7 @@ from springline.center.ray_peer import (
     shards_named,
 )
 from springline.center.served.head import Head, Look
+from springline.center.served.interceptor import Interceptor
 from springline.center.served.messages import Row, latest
 from springline.center.served.shard import Shard
 from springline.rules.rule import Rule
@@ -37,19 +37,55 @@ _CALLS = 16  # at once in a shard. None waits for one that is still to come: oth
 _log = logging.getLogger("springline")
 
 
-class RayShard(Shard):
-    """A shard in an actor."""
+class ShardActor:
+    """A shard in an actor, behind an interceptor: `call` is all that others may call.
+
+    Args:
+        token: the center's.
+        given: for the shard.
+    """
+
+    def __init__(self, token: str, *given: Any) -> None:
+        self._shard = Shard(*given)
+        self._interceptor = Interceptor(self._shard, token, self._shard.runs)
+
+    def call(self, token: str, method: str, *arguments: Any) -> Any:
+        """Call the shard."""
+        return self._interceptor.admit(token, method, arguments)(*arguments)
 
     def __ray_shutdown__(self) -> None:
         """Write a final checkpoint: on SIGTERM Ray lets running calls end, and then calls this."""
-        self.save()
+        self._shard.save()
+
+
+class HeadActor:
+    """A head in an actor, behind an interceptor: `call` is all that others may call.
+
+    Args:
+        token: the center's.
+        given: for the head.
+    """
+
+    def __init__(self, token: str, *given: Any) -> None:
+        self._interceptor = Interceptor(RayHead(token, *given), token)
+
+    async def call(self, token: str, method: str, *arguments: Any) -> Any:
+        """Call the head."""
+        return await self._interceptor.admit(token, method, arguments)(*arguments)
 
 
 class RayHead(Head):
     """A head in an actor; `linger` seconds without a member its center saves itself and retires."""
 
-    def __init__(self, name: str, storage: str | None, grace: float, linger: float) -> None:
-        super().__init__(self._ask_shards, storage, grace, name)
+    calls: ClassVar[tuple[str, ...]] = (
+        *Head.calls,
+        *("open", "make_shards", "create", "abandon", "retire"),
+    )
+
+    def __init__(
+        self, token: str, name: str, storage: str | None, grace: float, linger: float
+    ) -> None:
+        super().__init__(self._ask_shards, storage, grace, name, token)
         self._linger = linger
         self._making = asyncio.Lock()
         self._wanted = time.monotonic()  # when somebody last wanted the center to stay
@@ -95,7 +131,8 @@ class RayHead(Head):
                 return found
             await self._end_what_is_left()
             try:
-                peers = shard_peers(self._name, self._make_shards(rule, description))
+                handles = self._make_shards(rule, description)
+                peers = shard_peers(self._name, handles, self._token)
                 pairs = zip(peers, parts, strict=True)
                 calls = [peer.answer("initialise", *part, steps) for peer, part in pairs]
                 await asyncio.gather(*calls)
@@ -126,15 +163,20 @@ class RayHead(Head):
             place = NodeAffinitySchedulingStrategy(nodes[k % len(nodes)], soft=True)
             options["scheduling_strategy"] = place
             given = plan, rule, k, description["asked"], storage, tuple(description["every"])
-            made.append(make_actor(RayShard, shard_name(self._name, k), options, *given))
+            name = shard_name(self._name, k)
+            made.append(make_actor(ShardActor, name, options, self._token, *given))
         return made
 
     async def _end_what_is_left(self) -> None:
         """End the shards of a head that was killed while it made the center."""
         for actor, handle in shards_named(self._name).items():
             rows: dict[int, Row] = {}
-            with contextlib.suppress(CenterError):  # one that could not start has none
-                rows, _ = await RayPeer(actor, actor, handle).answer("rows")
+            try:
+                rows, _ = await RayPeer(actor, actor, handle, self._token).answer("rows")
+            except TokenError:  # it is another center's
+                raise
+            except CenterError:
+                pass  # it could not start
             if any(row.incarnation for row in rows.values()):
                 raise forgotten(f"The center {self._name!r}")
             ray.kill(handle)
@@ -177,7 +219,8 @@ class RayHead(Head):
                 f"The shards of the center {self._name!r} are not there; the next worker to join "
                 "starts them from its storage."
             ) from error
-        calls = [peer.answer("rows") for peer in shard_peers(self._name, handles)]
+        peers = shard_peers(self._name, handles, self._token)
+        calls = [peer.answer("rows") for peer in peers]
         return latest(await asyncio.gather(*calls))
 
     async def _retire_when_idle(self) -> None:
@@ -199,10 +242,11 @@ class RayHead(Head):
         self._ending = True
         failed = []
         for actor, handle in shards_named(self._name).items():
+            peer = RayPeer(actor, actor, handle, self._token)
             try:
-                await asyncio.wait_for(RayPeer(actor, actor, handle).answer("save"), _SAVING)
-            except EndedError:
-                continue  # it is gone: somebody else ends the center, too
+                await asyncio.wait_for(peer.answer("save"), _SAVING)
+            except (EndedError, TokenError):
+                continue  # it is gone: somebody else ends the center, too; or it is another's
             except (CenterError, RayError, asyncio.TimeoutError) as error:
                 why = str(error) or f"not written within {_SAVING:.0f} s"
                 failed.append(f"{actor}: {why}")

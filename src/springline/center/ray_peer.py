@@ -98,21 +98,22 @@ os.register_at_fork(after_in_child=door.renew)
 class RayPeer:
     """An actor."""
 
-    def __init__(self, name: str, actor: str, handle: Any) -> None:
+    def __init__(self, name: str, actor: str, handle: Any, token: str) -> None:
         self.name = name  # in messages
         self.actor = actor  # its name on the cluster
         self._handle = handle
+        self._token = token
 
     def ask(self, method: str, *arguments: Any) -> _Pending:
         """Begin a call."""
         with door.inside():
-            return _Pending(self, getattr(self._handle, method).remote(*arguments))
+            return _Pending(self, self._handle.call.remote(self._token, method, *arguments))
 
     async def answer(self, method: str, *arguments: Any) -> Any:
         """Make a call, again and again while the actor is away, from another actor."""
         while True:
             try:
-                return await getattr(self._handle, method).remote(*arguments)
+                return await self._handle.call.remote(self._token, method, *arguments)
             except RayTaskError as error:
                 raise _cause(error) from None
             except RayActorError as error:
@@ -124,7 +125,8 @@ class RayPeer:
     def tell(self, method: str, *arguments: Any) -> None:
         """Make a call whose answer nobody waits for."""
         with door.inside():
-            getattr(self._handle, method).options(num_returns=0).remote(*arguments)
+            call = self._handle.call.options(num_returns=0)
+            call.remote(self._token, method, *arguments)
 
     def lost(self, error: Exception) -> Exception:
         """Return what a call to an actor that is gone raises: whether it comes back, or not."""
@@ -258,15 +260,15 @@ def homes() -> list[dict[str, Any]]:
     return [node for node in nodes if node["Resources"].get(CENTER)] or nodes
 
 
-def head_peer(name: str, handle: Any) -> RayPeer:
+def head_peer(name: str, handle: Any, token: str) -> RayPeer:
     """Return a center's head, to be called."""
-    return RayPeer("the center's head", head_name(name), handle)
+    return RayPeer("the center's head", head_name(name), handle, token)
 
 
-def shard_peers(name: str, handles: Sequence[Any]) -> list[RayPeer]:
+def shard_peers(name: str, handles: Sequence[Any], token: str) -> list[RayPeer]:
     """Return a center's shards, to be called."""
     return [
-        RayPeer(f"shard {k} of the center", shard_name(name, k), handle)
+        RayPeer(f"shard {k} of the center", shard_name(name, k), handle, token)
         for k, handle in enumerate(handles)
     ]
 

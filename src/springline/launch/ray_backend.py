@@ -16,6 +16,8 @@ from ray.exceptions import RayError
 from springline.center import CenterError
 from springline.center.directory import LAYOUT_NAME
 from springline.center.ray_peer import OPTIONS
+from springline.center.token import NAME as TOKEN
+from springline.center.token import new_token, read_token, write_token
 from springline.cluster import Cluster
 from springline.launch.backend import Backend, Say
 from springline.launch.directory import CENTER, RUNS, LaunchError, RunDirectory
@@ -58,18 +60,20 @@ class RayBackend(Backend):
         sent = environment(asked.env or ())
         name = center_name(directory)
         storage = storage_of(asked.storage, directory, name)
-        check_center(directory, name, storage)
+        self._token = _token(directory)
+        check_center(directory, name, storage, self._token)
         context = ray.get_runtime_context()
         self._node = context.get_node_id()
-        cluster = Cluster(context.gcs_address, name, asked.shards, storage)
+        cluster = Cluster(context.gcs_address, name, self._token, asked.shards, storage)
         where, script = _find(script, asked)
 
         def worker(rank: int) -> RayWorker:
             assignment = Assignment([script, *arguments], where, rank, workers, cluster, sent)
             return RayWorker(assignment, directory, _options(asked))
 
+        self._claim = claim
         self._ranks = [worker(rank) for rank in range(workers)]
-        self._center = RayKeeper(claim, say, name, storage, self._given_up)
+        self._center = RayKeeper(claim, say, name, storage, self._token, self._given_up)
         super().__init__(self._ranks, [], self._center)
         self.center_name = name
         self.resumable = storage is not None
@@ -82,7 +86,11 @@ class RayBackend(Backend):
         self._cut_off = False
 
     def begin(self) -> None:
-        """Begin to keep and to watch the center."""
+        """Begin to keep and to watch the center, whose token is written down before it is made."""
+        try:
+            write_token(self._claim.path, self._token)
+        except OSError as error:
+            self._say(f"Could not write {self._claim.path / TOKEN}: {error.strerror}.")
         _log.addHandler(self._warnings)
         super().begin()
 
@@ -207,6 +215,14 @@ def check_room(asked: ClusterRequest, workers: int) -> None:
             f"{_amounts({name: total.get(name, 0.0) for name in ('CPU', 'GPU')})}. Give each less "
             "with `--cpus` and `--gpus`, start fewer, or add machines."
         )
+
+
+def _token(directory: Path) -> str:
+    """Return the token of a run's center; that of a new one is drawn."""
+    try:
+        return read_token(directory) if (directory / TOKEN).exists() else new_token()
+    except CenterError as error:
+        raise LaunchError(str(error)) from error
 
 
 def _resources(asked: ClusterRequest) -> dict[str, float]:

@@ -19,6 +19,7 @@ from typing import Any
 from ray.exceptions import RayError
 
 from springline.center import CenterError, CheckpointError
+from springline.center.errors import TokenError
 from springline.center.extras import with_extras
 from springline.center.ray import RayCenter, retire
 from springline.center.ray_peer import door
@@ -28,6 +29,7 @@ from springline.center.served.head import GRACE
 from springline.center.served.messages import Trouble
 from springline.center.served.peer import PeerLostError
 from springline.center.served.storage import Storage
+from springline.center.token import NAME as TOKEN
 from springline.launch.directory import CENTER, LaunchError, RunDirectory
 from springline.launch.keeper import Keeper, LostError
 from springline.launch.state import CenterStatus, LaunchState
@@ -52,6 +54,7 @@ class RayKeeper(Keeper):
         say: told where the center is taken from at the end, if it is gone.
         name: the center's.
         storage: where its shards keep checkpoints, if anywhere.
+        token: the center's.
         given_up: returns the ranks that are not started again.
     """
 
@@ -61,12 +64,14 @@ class RayKeeper(Keeper):
         say: Callable[[str], None],
         name: str,
         storage: str | None,
+        token: str,
         given_up: Callable[[], list[int]],
     ) -> None:
         super().__init__(claim, say)
         self._given_up = given_up
         self._name = name
         self._storage = storage
+        self._token = token
         self._head: Any = None
         self._last: CenterStatus | None = None
         self._lost = False  # whether it was there, and is not any more
@@ -112,7 +117,7 @@ class RayKeeper(Keeper):
             self._looks += 1
 
     def _open(self) -> RayCenter | None:
-        return open_center(self._name)
+        return open_center(self._name, self._token)
 
     def _look(self) -> None:
         center = self._open()
@@ -167,7 +172,7 @@ class RayKeeper(Keeper):
 
     def _left(self) -> Path | None:
         with contextlib.suppress(CenterError):  # there is nothing
-            retire(self._name)
+            retire(self._name, self._token)
         if self._last is None:  # no worker has come in this launch
             return super()._left()
         if self._storage is None:
@@ -187,15 +192,18 @@ class RayKeeper(Keeper):
         return final
 
 
-def open_center(name: str) -> RayCenter | None:
+def open_center(name: str, token: str) -> RayCenter | None:
     """Open a center on the cluster that this process is in; None if there is none.
 
     Raises:
         EndedError: this process has left the cluster, or is about to.
+        TokenError: the center has another token.
     """
     try:
         with door.inside():  # or it might be joined again
-            return RayCenter.open(name)
+            return RayCenter.open(name, token=token)
+    except TokenError:
+        raise
     except (CenterError, RayError, ConnectionError):
         with door.inside():  # where we have not left it, there is none
             return None
@@ -210,7 +218,7 @@ def center_name(directory: Path) -> str:
     return (before and before.center) or f"{directory.name}-{uuid.uuid4().hex[:8]}"
 
 
-def check_center(directory: Path, name: str, storage: str | None) -> None:
+def check_center(directory: Path, name: str, storage: str | None, token: str) -> None:
     """Refuse a storage that cannot be used, and a run whose center is gone or in use."""
     kept = False
     if storage:
@@ -218,7 +226,15 @@ def check_center(directory: Path, name: str, storage: str | None) -> None:
             kept = find_center(Storage(storage)) is not None
         except CheckpointError as error:
             raise LaunchError(f"{error} Give another with `--storage`.") from error
-    made, center = CenterStatus.read(directory / CENTER) is not None, open_center(name)
+    made = CenterStatus.read(directory / CENTER) is not None
+    try:
+        center = open_center(name, token)
+    except TokenError as error:
+        raise LaunchError(
+            f"The center {name} of the run in {directory} is on the cluster, but its token is not "
+            f"in {directory / TOKEN}. Copy that file from where the run was started, or wait for "
+            "ten minutes without workers: the run then goes on from its storage."
+        ) from error
     deadline = time.monotonic() + _LEAVING
     while center and (members := center.members()):
         if time.monotonic() > deadline:
@@ -228,7 +244,7 @@ def check_center(directory: Path, name: str, storage: str | None) -> None:
                 "goes on? Wait for its end, or start a new run."
             )
         time.sleep(0.2)
-        center = open_center(name)
+        center = open_center(name, token)
     if made and not kept and center is None:
         where = f"is not in {storage} any more" if storage else "was started with `--storage none`"
         raise LaunchError(
