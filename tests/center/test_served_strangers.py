@@ -29,9 +29,9 @@ ROUNDS = ("begin", "contribute", "withdraw", "reduce")
 
 
 class Scene:
-    """Two workers, of which the first has contributed to a round, and a stranger."""
+    """Two workers, of which the first has exchanged, unless `fresh`, or waits in a round."""
 
-    def __init__(self, serve, background, rule):
+    def __init__(self, serve, background, rule, fresh):
         self.service = serve(rule)
         self.peers = {"head": self.service.head, "shard": self.service.shards[0]}
         self.one, self.two = (worker(self.service, rule, rank) for rank in range(2))
@@ -39,12 +39,17 @@ class Scene:
             one.begin()
             one.parameters["w"][:] = 1 + 2 * one.rank
             one.observe({name: np.ones_like(value) for name, value in VALUES.items()})
-        self._first = background(self.one.exchange)
+        self._background, self._first = background, None
         if rule.synchronous:
+            self._begin()
             while 0 not in Call(self.service.head, "waiting").result():
                 assert not self._first.done()
-        else:
-            self._first.result(20)
+        elif not fresh:
+            self._begin().result(20)
+
+    def _begin(self):
+        self._first = self._first or self._background(self.one.exchange)
+        return self._first
 
     def call(self, peer, method, *arguments):
         return Call(self.peers[peer], method, *arguments).result()
@@ -134,8 +139,11 @@ class Scene:
 
     def goes_on(self):
         """The others' exchanges come to the values that they would have come to alone."""
+        first = self._begin()
+        if not self.one.in_rounds:
+            first.result(20)
         self.two.exchange()
-        self._first.result(20)
+        first.result(20)
         expected = 2 if self.one.in_rounds else -1  # the mean; two steps of Adam
         found = [self.two.parameters["w"], self.one.center.values()["w"]]
         for w in found + [self.one.parameters["w"]] * self.one.in_rounds:
@@ -164,7 +172,7 @@ def vary(value, wrong):
 
 @pytest.fixture
 def scene(serve, background):
-    return lambda rule: Scene(serve, background, rule)
+    return lambda rule, fresh=False: Scene(serve, background, rule, fresh)
 
 
 def names_of(kind, method):
@@ -180,7 +188,9 @@ CALLS = [(peer, method) for peer, kind in KINDS.items() for method in kind.calls
     [(*call, name) for call in CALLS for name in names_of(KINDS[call[0]], call[1])],
 )
 def test_a_wrong_argument_is_refused(scene, peer, method, parameter):
-    here, names = scene(AVERAGE if method in ROUNDS else ADAM), names_of(KINDS[peer], method)
+    fresh = method in ("initialise", "seal")  # which come before the first exchange
+    here = scene(AVERAGE if method in ROUNDS else ADAM, fresh)
+    names = names_of(KINDS[peer], method)
     before, good = here.state(), here.good()
     for wrong in here.bad()[parameter]:
         given = [wrong if name == parameter else good[name] for name in names]

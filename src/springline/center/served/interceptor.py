@@ -1,8 +1,8 @@
 """What is checked of every call to a head or a shard, before anything is touched.
 
 A parameter means the same in every call, so each name has one check: a type, a least integer, or
-the method of that name.
-Non-finite values of an exchange are found block by block as it is applied (`merger.py`).
+the method of that name. Non-finite values of an exchange are found block by block as it is applied
+(`merger.py`).
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ class Interceptor:
             raise CenterError(f"The head has not given out the lease {lease}. Ask it for one.")
 
     def _held(self, held: Any) -> None:
-        if held != 0:  # none
+        _whole(held, "number", 0)
+        if held:
             self._lease(held)
 
     def _given_up(self, given_up: Any) -> None:
@@ -175,7 +176,7 @@ class Interceptor:
         if closed.signature != sign(self._key, closed.number, closed.contributors):
             raise CenterError(
                 f"The head has not closed round {closed.number} with the contributors "
-                f"{closed.contributors}. Contribute to it first, at the head."
+                f"{closed.contributors}. Contribute to it at the head first."
             )
 
     def _center(self, center: Any) -> None:
