@@ -154,8 +154,10 @@ class RecordLocks(Locks):
 
     def holder(self, number: int) -> int | None:
         """Return the process that holds a lock, as far as that is known."""
-        if not self.held(number):
-            return None
+        return self.last_holder(number) if self.held(number) else None
+
+    def last_holder(self, number: int) -> int | None:
+        """Return the process that holds a lock, or has held it last."""
         if self.holders is not None and SHARD <= number < RANK:
             return int(self.holders[number - SHARD]) or None
         text = os.pread(self._fd, self._ID.size, self._ID.size * number)

@@ -30,6 +30,7 @@ from springline.center.errors import CenterError, NonFiniteError
 from springline.center.layout import Bytes
 from springline.center.locks import CREATE, SHARD
 from springline.center.plan import (
+    ENDS,
     EXCHANGES,
     FINISHED,
     HERE,
@@ -69,6 +70,7 @@ class MemoryMember(Member):
         self.center = center
         self.row = center.memory.ranks[rank]
         self.row[JOINED] = JOINING  # until we are in the rounds, too
+        self.row[ENDS] = 0
         self.was_sealed = bool(center.sealed)
         self.start_step = int(self.row[STEPS])
         self._turn = threading.RLock()  # a signal handler may leave while an exchange waits

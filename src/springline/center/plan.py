@@ -25,7 +25,8 @@ PAGE = 4096
 Spec = tuple[int, str, tuple[int, ...], float]  # parameter, key, shape, first value
 # Columns of the table, one row per rank. Each row has one writer at a time: its rank's process.
 EXCHANGES, STEPS, NANOSECONDS, SETTLED, CONTRIBUTED, ADOPTED, MEMBER_OF, JOINED = range(8)
-LAST, LEFT_OUT = 8, 9  # when it last exchanged, in seconds; parts that it has exchanged without
+# When it last exchanged, in seconds; parts that it has exchanged without; whether its process ends.
+LAST, LEFT_OUT, ENDS = 8, 9, 10
 COLUMNS = 16
 # What JOINED says of a rank.
 JOINING, HERE, FINISHED = range(3)

@@ -41,8 +41,9 @@ from springline.center.locks import CREATE, KEEPER, RANK, RecordLocks
 from springline.center.member import MemoryMember
 from springline.center.memory import MemoryCenter
 from springline.center.place import adopt, belongs, free, map_memory, new_memory
-from springline.center.plan import Plan
+from springline.center.plan import ENDS, Plan
 from springline.center.segments import in_use, sweep
+from springline.center.waiting import is_alive
 from springline.files import write_text
 from springline.rules.rule import Rule
 
@@ -213,12 +214,24 @@ class SharedCenter(MemoryCenter):
                 free(self._path, self.directory)
         self.close()
 
-    def retire_if_last(self) -> None:
-        """Retire the center when no worker is left, and no launcher keeps it; never fails."""
+    def retire_at_exit(self, rank: int) -> None:
+        """Retire the center if this is the last process of its workers; never fails.
+
+        One whose worker has finished may still read the center, so all must be about to end. If a
+        launcher keeps the center, it is left to that.
+
+        Args:
+            rank: of the worker whose process ends.
+        """
         if self._closed or os.getpid() != self._process:
             return
         try:
-            if not self.members() and not self.locks.held_elsewhere(KEEPER):
+            with self.locks.hold(CREATE, self.timeout):
+                ranks = self.memory.ranks
+                ranks[rank, ENDS] = 1
+                others = [r for r in range(self.plan.workers) if not ranks[r, ENDS]]
+                last = not any(is_alive(self._record_locks.last_holder(RANK + r)) for r in others)
+            if last and not self.members() and not self.locks.held_elsewhere(KEEPER):
                 self.retire()
         except (CenterError, OSError) as error:
             if self._path.exists():  # else another one was the last

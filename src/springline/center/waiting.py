@@ -57,6 +57,11 @@ def is_stopped(process: int | None) -> bool:
     return process is not None and "stopped" in _state(process)
 
 
+def is_alive(process: int | None) -> bool:
+    """Whether there is such a process, and it has not ended."""
+    return process is not None and _state(process) != "gone"
+
+
 def describe_process(process: int) -> str:
     """Return a process's id and what it is doing, in words."""
     return f"process {process}, {_state(process)}"

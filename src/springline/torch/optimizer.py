@@ -72,7 +72,8 @@ class CenterOptimizer(CenterReader):
         self._write_extras()
         center = self.worker.center
         if isinstance(center, SharedCenter) and "TORCHELASTIC_RUN_ID" in os.environ:
-            atexit.register(center.retire_if_last)  # nobody else does; after what comes next
+            # Nobody else does; after what comes next.
+            atexit.register(center.retire_at_exit, self.worker.rank)
         if not isinstance(center, LocalCenter):
             atexit.register(self._at_exit)
             note_optimizer(self)
