@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as arrays
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from springline import files
+from springline import files, sealed
 
 DTYPES = ["bool", "int8", "uint16", "int64", "float16", "float32", "float64"]
 
@@ -24,14 +24,18 @@ ARRAYS = st.sampled_from(DTYPES).flatmap(lambda dtype: arrays.arrays(dtype, SHAP
 @given(st.dictionaries(NAMES, ARRAYS, max_size=5))
 def test_tensors_are_what_safetensors_reads(tmp_path_factory, tensors):
     path = tmp_path_factory.mktemp("tensors") / "x.safetensors"
-    files.replace(path, lambda file: files.write_tensors(file, tensors, {"key": "ü"}))
+    files.replace(path, lambda file: sealed.write_tensors(file, tensors, {"key": "ü"}))
     read = load_file(path)
     assert read.keys() == tensors.keys()
     for name, array in tensors.items():
         np.testing.assert_array_equal(read[name], array)
         assert read[name].dtype == array.dtype
     with safe_open(path, framework="np") as file:
-        assert file.metadata() == {"key": "ü"}
+        assert file.metadata()["key"] == "ü"
+    ours = sealed.open_tensors(path)
+    assert ours.metadata == {"key": "ü"}
+    for name, array in ours.tensors().items():
+        np.testing.assert_array_equal(array, tensors[name])
 
 
 def test_a_file_is_its_owners_and_nothing_stays_beside_it(tmp_path):

@@ -172,8 +172,12 @@ def run(
         raise typer.Exit(status)
     report = launcher.directory / REPORT
     if report.exists() and not status:
-        say(report.read_text("utf-8"))
-    plot = draw(launcher.directory)
+        say(report.read_text("utf-8", "replace"))
+    plot = None
+    try:
+        plot = draw(launcher.directory)
+    except CenterError as error:
+        say(f"No plot: {error}")
     words = f"The output of all is in {place}/logs"
     if launcher.center:
         version = launcher.version
@@ -210,6 +214,8 @@ def top(
                 screen.refresh()
                 time.sleep(0.1)
         console.print()
+        if screen.trouble:  # which it shows
+            raise typer.Exit(1)
 
 
 @app.command()

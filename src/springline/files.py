@@ -10,18 +10,15 @@ it is made again.
 from __future__ import annotations
 
 import contextlib
-import json
+import errno
 import os
 import re
 import secrets
 import stat
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import BinaryIO
 
 if sys.platform != "win32":
     import fcntl
@@ -29,12 +26,6 @@ if sys.platform != "win32":
 Write = Callable[[BinaryIO], object]
 _SUFFIX = ".springline"
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}" + re.escape(_SUFFIX), re.DOTALL)
-_DTYPES = {
-    "bool": "BOOL",
-    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
-    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
-    **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
-}
 
 
 def replace(path: Path, write: Write, keep: Path | None = None) -> None:
@@ -57,25 +48,22 @@ def write_text(path: Path, text: str | bytes) -> None:
     replace(path, lambda file: file.write(text.encode() if isinstance(text, str) else text))
 
 
-def write_tensors(
-    file: BinaryIO, tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str] | None = None
-) -> None:
-    """Write arrays as safetensors, without a copy of them."""
-    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # all are aligned
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    start = 0
-    for name in order:
-        array = tensors[name]
-        stop = start + array.nbytes
-        dtype = _DTYPES[array.dtype.name]
-        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [start, stop]}
-        start = stop
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
-    for name in order:
-        array = tensors[name].astype(tensors[name].dtype.newbyteorder("<"), copy=False)
-        file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+@contextlib.contextmanager
+def open_regular(path: Path, own: bool = False) -> Iterator[BinaryIO]:
+    """Open a file to read: no link, no pipe that one would wait at, no directory.
+
+    Args:
+        path: where.
+        own: whether it must belong to this process's user, too.
+    """
+    flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # pathlib gives none
+    with open(path, "rb", opener=lambda name, f: os.open(name, f | flags)) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        if own and hasattr(os, "getuid") and status.st_uid != os.getuid():
+            raise OSError(errno.EPERM, "it belongs to another user", str(path))
+        yield file
 
 
 def leftovers(directory: Path, name: str | None = None) -> list[Path]:

@@ -32,6 +32,7 @@ from typing import Any
 from springline import checks
 from springline.center import Center, CenterError, Layout, RankError, SharedCenter
 from springline.center.checkpoint import describe, newest
+from springline.center.errors import DamagedError
 from springline.center.shared import CHECKPOINT_NAME
 from springline.cluster import Cluster
 from springline.disk import can_do_without
@@ -102,6 +103,8 @@ class Run:
         try:
             with SharedCenter.open(self.center_directory) as center:
                 steps = [rank.steps for rank in center.progress()]
+        except DamagedError:
+            raise
         except CenterError:
             saved = newest(self.center_directory / CHECKPOINT_NAME)
             steps = describe(saved).steps if saved else []
@@ -119,7 +122,9 @@ class Run:
         """Return the ranks that the launcher does not start again; None if there is no launcher."""
         from springline.launch.state import LaunchState
 
-        launch = LaunchState.last(self.directory) if self.directory else None
+        launch = None
+        with contextlib.suppress(CenterError):  # it is damaged: nobody tells
+            launch = LaunchState.read(self.directory) if self.directory else None
         if launch is None or launch.ended or not Path(f"/proc/{launch.pid}").exists():
             return None
         return [worker.rank for worker in launch.workers if worker.is_over]
@@ -247,7 +252,8 @@ def _folder(directory: Path, name: str) -> Path:
 
 
 def _add_line(path: Path, line: str) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+    fd = os.open(path, flags | getattr(os, "O_CLOEXEC", 0), 0o600)
     try:
         os.write(fd, f"{line}\n".encode())  # one write: lines stay whole
     finally:

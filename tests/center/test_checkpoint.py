@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 import springline
 from springline import AGN, ElasticAverage, LocalCenter, ModelAverage, SharedCenter
 from springline.center import CheckpointError, Layout, checkpoint
+from springline.center.plan import BASE
 from springline.rules import Adam, Momentum
 
 RULES = [
@@ -72,14 +73,18 @@ def test_a_damaged_header_never_gives_another_error(tmp_path):
 @pytest.mark.parametrize(
     ("header", "words"),
     [
-        (None, "no checkpoint of a center"),
+        ({}, "no checkpoint of a center"),
         ({"springline": "[1]"}, "cut short or damaged"),
-        ({"springline": '{"format": 999}'}, "has format 999, this springline reads format 1"),
+        ({"springline": '{"format": 999}'}, "has format 999, this springline reads format 2"),
     ],
 )
 def test_another_safetensors_file_is_refused(tmp_path, header, words):
     path = tmp_path / "other.safetensors"
+    checkpoint.write_tensors(path, {"center/w": np.ones(3)}, header)
+    with pytest.raises(CheckpointError, match=words):
+        center(RULES[0], restore=path)
     save_file({"center/w": np.ones(3)}, path, metadata=header)
+    words = "it has no checksum" if header else "damaged"
     with pytest.raises(CheckpointError, match=words):
         center(RULES[0], restore=path)
 
@@ -100,15 +105,47 @@ def test_the_previous_one_is_kept_and_used(tmp_path, caplog):
         save_as(path, value)
     assert (v(path), v(previous)) == (3, 2)
     assert checkpoint.newest(path) == path
-    path.write_bytes(path.read_bytes()[:-1])
-    assert checkpoint.newest(path) == previous
-    (record,) = caplog.records
+    data = bytearray(path.read_bytes())
+    data[-2] ^= 1
+    path.write_bytes(data)
+    for _ in range(2):
+        assert checkpoint.newest(path) == previous
+    (record,) = caplog.records  # once
     assert record.levelno == logging.WARNING
     assert str(path) in record.getMessage()
     path.unlink()
     assert checkpoint.newest(path) == previous
     previous.write_bytes(b"")
-    assert checkpoint.newest(path) is None
+    with pytest.raises(CheckpointError, match="center-previous"):
+        checkpoint.newest(path)
+
+
+def test_numbers_that_no_center_has_are_refused(tmp_path):
+    """Also where the checksum fits: somebody else has written them."""
+    path = tmp_path / "center.safetensors"
+    ours = center(RULES[3])
+    for where in (ours.memory.center, ours.memory.state):
+        before = where[:8].copy()
+        where[:8].view(np.float64)[:] = np.nan
+        ours.save(path)
+        where[:8] = before
+        with pytest.raises(CheckpointError, match="has NaN or Inf"):
+            center(RULES[3], restore=path)
+    ours.memory.head[BASE] = -7
+    ours.save(path)
+    with pytest.raises(CheckpointError, match="version is -7"):
+        center(RULES[3], restore=path)
+
+
+def test_a_link_is_followed_only_where_a_user_names_it(tmp_path):
+    path, link = tmp_path / "center.safetensors", tmp_path / "link.safetensors"
+    center(RULES[0]).save(path)
+    link.symlink_to(path)
+    center(RULES[0], restore=link)
+    with pytest.raises(CheckpointError, match=r"link\.safetensors cannot be read"):
+        checkpoint.newest(link)
+    with pytest.raises(CheckpointError, match=r"There is no checkpoint .*nothing"):
+        center(RULES[0], restore=tmp_path / "nothing")
 
 
 def save_and_die(pipe, path):

@@ -1,6 +1,5 @@
 """Directories of shared centers that are copied and moved: memory belongs to one of them."""
 
-import json
 import shutil
 import subprocess
 
@@ -9,6 +8,7 @@ import pytest
 
 from springline import ElasticAverage, SharedCenter, Worker
 from springline.center import CenterError, Layout
+from springline.sealed import read_json, write_json
 
 RULE = ElasticAverage(period=1, moving_rate=1.0)
 VALUES = {"v": np.zeros(4, np.float32)}
@@ -141,11 +141,11 @@ def test_a_layout_names_no_file_but_a_centers_memory(directory, tmp_path, name):
     photos = tmp_path / "photos"
     photos.mkdir()
     (photos / "x.jpg").write_bytes(bytes(1 << 20))
-    values = json.loads((directory / "layout.json").read_text())
+    values = read_json(directory / "layout.json")
     name = name.format(photos=photos) if isinstance(name, str) else name
-    (directory / "layout.json").write_text(json.dumps(values | {"memory": name}))
+    write_json(directory / "layout.json", values | {"memory": name})
     for attempt in (create, SharedCenter.open):
-        with pytest.raises(CenterError, match=r"layout.json is damaged: .* no memory of a center"):
+        with pytest.raises(CenterError, match=r"layout.json is .*damaged .* no memory of a center"):
             attempt(directory)
     assert (photos / "x.jpg").read_bytes() == bytes(1 << 20)
 

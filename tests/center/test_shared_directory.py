@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import json
 import logging
 import os
 import shutil
@@ -16,6 +15,7 @@ import pytest
 from springline import AGN, ElasticAverage, SharedCenter, Worker
 from springline.center import CenterError, Layout
 from springline.rules import Adam
+from springline.sealed import read_json, write_json
 
 RULE = ElasticAverage(workers=2, period=1, moving_rate=0.5)
 VALUES = {"v": np.arange(4, dtype=np.float32)}
@@ -69,13 +69,12 @@ def make_damaged(path):
     create(path).close()
     text = (path / "layout.json").read_text()
     (path / "layout.json").write_text(text[: len(text) // 2])
-    return path, "Cannot read .*layout.json"
+    return path, "layout.json is cut short or damaged"
 
 
 def make_from_the_future(path):
     create(path).close()
-    values = json.loads((path / "layout.json").read_text())
-    (path / "layout.json").write_text(json.dumps(values | {"format": 999}))
+    write_json(path / "layout.json", read_json(path / "layout.json") | {"format": 999})
     return path, "not of a center that this springline can read"
 
 

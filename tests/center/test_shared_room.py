@@ -13,6 +13,7 @@ import pytest
 
 from springline import ElasticAverage, SharedCenter, Worker
 from springline.center import CenterError, CheckpointError, Layout, place
+from springline.sealed import read_json, write_json
 
 RULE = ElasticAverage(workers=2, period=1, moving_rate=0.5)
 VALUES = {"v": np.arange(4, dtype=np.float32)}
@@ -125,10 +126,9 @@ def test_a_sweep_frees_what_nobody_can_reach_and_nothing_else(tmp_path, tmpfs):
         create(path).close()
     by_owner = {(home / "run").read_text(): home for home in tmpfs.iterdir()}
     shutil.rmtree(gone)
-    text = (moved / "layout.json").read_text()  # as after a restart: it has other memory now
-    (moved / "layout.json").write_text(
-        text.replace(by_owner[str(moved)].name, "springline-elsewher")
-    )
+    values = read_json(moved / "layout.json")  # as after a restart: it has other memory now
+    values["memory"] = values["memory"].replace(by_owner[str(moved)].name, "springline-elsewher")
+    write_json(moved / "layout.json", values)
     for foreign in ("springline-foreign", "other"):
         (tmpfs / foreign).mkdir()
         (tmpfs / foreign / "file").write_text("mine")

@@ -113,7 +113,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_difference(place, t
         "extra: center/b;",
         "extra: outer/t/c;",
         "center/w: shape (2,), wanted (3,)",
-        "center/c: dtype F64, wanted float32",
+        "center/c: dtype float64, wanted float32",
         "Nothing was restored",
     ):
         assert words in str(refused.value)

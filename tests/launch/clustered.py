@@ -1,8 +1,14 @@
 """What the tests of `springline run --address` look at."""
 
+import numpy as np
 from launched import RunOnDisk
 
+from springline import ElasticAverage
+from springline.center import Layout
+from springline.center.plan import Plan
 from springline.launch.state import CenterStatus
+
+PLAN = Plan.of(Layout.of({"w": np.zeros(1)}), ElasticAverage(), use_locking=True)
 
 
 class ClusterRun(RunOnDisk):

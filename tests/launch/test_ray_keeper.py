@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from clustered import PLAN
 from ray.exceptions import RayError
 from safetensors.numpy import load_file
 
@@ -65,7 +66,7 @@ class Members(contextlib.nullcontext):
 
 
 def test_a_copy_of_a_run_does_not_use_the_center_of_the_other(tmp_path, monkeypatch):
-    LaunchState("train.py", [], 0.0, 1, center="digits-1").write(tmp_path)
+    LaunchState("train.py", [], 0.0, 1, center="digits-0000000a").write(tmp_path)
     there = {"digits-1": Members(0, 1, 2)}
     monkeypatch.setattr(ray_keeper, "open_center", lambda name, token: there.get(name))
     monkeypatch.setattr(ray_keeper.time, "sleep", lambda _: None)
@@ -80,7 +81,7 @@ def test_a_copy_of_a_run_does_not_use_the_center_of_the_other(tmp_path, monkeypa
 def test_a_run_whose_center_is_gone_does_not_start_over(tmp_path, monkeypatch):
     run, full = tmp_path / "run", tmp_path / "full"
     (run / "center").mkdir(parents=True)
-    CenterStatus({}, 0, [], []).write(run / "center")
+    CenterStatus(PLAN, 0, [], []).write(run / "center")
     Storage(str(full)).write("head", {})
     there = {"digits-1": Members()}
     monkeypatch.setattr(ray_keeper, "open_center", lambda name, token: there.get(name))

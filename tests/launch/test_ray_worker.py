@@ -7,6 +7,7 @@ import signal
 import tempfile
 
 import pytest
+from clustered import PLAN
 from launched import wait_for
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
@@ -190,7 +191,7 @@ def test_a_worker_makes_no_center_when_the_run_has_had_one(on_ray, script, tmp_p
     path = script("import os, sys; sys.exit(7 if 'SPRINGLINE_JOIN' in os.environ else 0)")
     worker = on_ray(path)
     if made:
-        CenterStatus({}, 0, [], []).write(tmp_path / "run" / "center")
+        CenterStatus(PLAN, 0, [], []).write(tmp_path / "run" / "center")
     assert ended(worker) == (7 if made else 0)
 
 

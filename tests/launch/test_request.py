@@ -3,6 +3,7 @@
 from dataclasses import asdict
 
 import pytest
+from clustered import PLAN
 
 from springline.cluster import Cluster
 from springline.launch.directory import LaunchError
@@ -32,7 +33,7 @@ def test_what_holds_the_center_is_for_good(tmp_path, before, now, sentence):
     asked = asdict(ClusterRequest("auto", **before))
     new = ClusterRequest(**now).over(asked, tmp_path)  # there is no center yet
     assert new == ClusterRequest("auto", **before | now)
-    CenterStatus({}, 0, [], []).write(tmp_path / "center")
+    CenterStatus(PLAN, 0, [], []).write(tmp_path / "center")
     with pytest.raises(LaunchError, match=sentence):
         ClusterRequest(**now).over(asked, tmp_path)
 

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 from springline.launch import guard
 from springline.launch.directory import LaunchError, RunDirectory
 from springline.launch.process import cores
+from springline.launch.state import LaunchState
 
 
 def mode(path):
@@ -249,9 +250,7 @@ def test_runs_of_another_user_are_refused(command, tmp_path):
 def test_a_cluster_that_others_could_have_named_is_not_connected_to(command, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
-    state = {"script": "x", "arguments": [], "started": 1.0, "pid": 1, "workers": []}
-    state["cluster"] = {"address": "10.9.9.9:6379"}
-    (run / "launch.json").write_text(json.dumps(state))
+    LaunchState("x", [], 1.0, 1, cluster={"address": "10.9.9.9:6379"}).write(run)
     run.chmod(0o777)
     for _ in range(2):  # it is not trusted the second time, either
         refused = command("run", "--run", run, TRAINING, "elastic", 4, 0)

@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from springline.center import CenterError
 from springline.launch.process import WorkerProcess
 from springline.launch.state import LaunchState, WorkerEntry
 
@@ -43,13 +44,35 @@ def test_a_launcher_that_was_killed_ended_when_it_was_last_seen(tmp_path):
     assert now.earlier == [(10.0, 17.0)]
 
 
-@pytest.mark.parametrize("text", [None, "{", "[]", '{"script": "x"}'])
-def test_nothing_that_can_be_read_is_a_new_beginning(tmp_path, text):
-    if text:
-        (tmp_path / "launch.json").write_text(text)
+def test_without_an_earlier_launch_it_is_a_new_beginning(tmp_path):
     now = state(30.0, WorkerEntry(0))
     now.go_on(tmp_path)
     assert now == state(30.0, WorkerEntry(0))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"script": "x"}'])
+def test_a_damaged_one_is_no_new_beginning(tmp_path, text):
+    """The run may be on a cluster."""
+    (tmp_path / "launch.json").write_text(text)
+    with pytest.raises(CenterError, match=r"launch\.json is cut short or damaged .* Remove it"):
+        state(30.0).go_on(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["..", "../../x-01234567", "/etc", "", "digits"])
+def test_the_name_of_a_center_reaches_no_other_place(tmp_path, name):
+    state(1.0, center="digits-0123abcd").write(tmp_path)
+    assert LaunchState.read(tmp_path).center == "digits-0123abcd"
+    state(1.0, center=name).write(tmp_path)
+    with pytest.raises(CenterError, match="is no name of a center"):
+        LaunchState.read(tmp_path)
+
+
+def test_a_file_of_another_user_is_refused(tmp_path, monkeypatch):
+    state(1.0).write(tmp_path)
+    owner = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    with pytest.raises(CenterError, match="it belongs to another user"):
+        LaunchState.read(tmp_path)
 
 
 def test_the_last_words_are_the_scripts_own(tmp_path):

@@ -10,10 +10,10 @@ import pytest
 from made import MODEL, NBYTES, START, center, launch, log
 
 from springline import ElasticAverage, ModelAverage, Worker
+from springline.center.directory import read_layout
 from springline.monitor.curves import Timeline, is_strong, quantities
 from springline.monitor.metrics import read_metrics
 from springline.monitor.plot import draw, figure
-from springline.monitor.sources import find_plan
 from springline.run import Run
 
 
@@ -157,7 +157,7 @@ def test_to_another_place(run):
 
 
 def test_bytes_are_those_of_all_workers(run):
-    timeline = Timeline(read_metrics(run), find_plan(run / "center"))
+    timeline = Timeline(read_metrics(run), read_layout(run / "center")[0])
     at = START + np.array([0.0, 2.0, 4.0])  # each makes 100 steps, so 10 exchanges, per second
     np.testing.assert_array_equal(timeline.nbytes(at), 2 * NBYTES * np.array([0, 40, 80]))
 
@@ -165,7 +165,7 @@ def test_bytes_are_those_of_all_workers(run):
 def test_a_worker_that_logs_nothing_is_as_far_as_the_others(directory):
     center(directory, ElasticAverage(period=10, workers=4)).close()
     log(directory, 0, (0, 0, {"loss": 1.0}), (1, 100, {"loss": 1.0}))
-    timeline = Timeline(read_metrics(directory), find_plan(directory / "center"))
+    timeline = Timeline(read_metrics(directory), read_layout(directory / "center")[0])
     assert timeline.nbytes(np.array([START + 1])) == 2 * NBYTES * 4 * 10
 
 
@@ -183,7 +183,7 @@ def test_the_bytes_of_a_real_run(directory, together):
     exchanged = sum(together(lambda: train(0), lambda: train(1)))
     metrics = read_metrics(directory)
     end = np.array([max(series.time[-1] for series in metrics.values())])
-    assert Timeline(metrics, find_plan(directory / "center")).nbytes(end) == exchanged
+    assert Timeline(metrics, read_layout(directory / "center")[0]).nbytes(end) == exchanged
     assert len(figure(directory).axes) == 3
 
 

@@ -303,7 +303,7 @@ def test_watching_does_not_end_the_run(run):
     console, out = pipe()
     with Screen(run, console, live=False) as screen:
         screen.refresh()
-    assert out.getvalue().count(b"Cannot read") == 1
+    assert out.getvalue().count(b"cut short or damaged") == 1
 
 
 def status(*workers):

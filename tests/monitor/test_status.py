@@ -37,14 +37,14 @@ def test_no_run(tmp_path):
 @pytest.mark.parametrize("text", ["{", "[]", '{"script": "x"}'])
 def test_a_damaged_launch_json(tmp_path, text):
     (tmp_path / "launch.json").write_text(text)
-    with pytest.raises(CenterError, match=r"Cannot read .*launch\.json"):
+    with pytest.raises(CenterError, match=r"launch\.json is cut short or damaged"):
         read_status(tmp_path)
 
 
 def test_a_damaged_layout_json(directory):
     center(directory).close()
     (directory / "center" / "layout.json").write_text('{"plan": {}}')
-    with pytest.raises(CenterError, match=r"layout\.json is not of a center"):
+    with pytest.raises(CenterError, match=r"layout\.json is cut short or damaged"):
         read_status(directory)
 
 
@@ -327,7 +327,7 @@ def test_watching_leaves_the_locks_of_this_process_alone(directory, start):
 
 def test_a_center_on_a_cluster_is_what_its_launcher_wrote_down(tmp_path):
     rule = ElasticAverage(period=10, workers=2)
-    plan = Plan.of(Layout.of(MODEL), rule, use_locking=True).to_json()
+    plan = Plan.of(Layout.of(MODEL), rule, use_locking=True)
     launch(tmp_path, "running", "running")
     CenterStatus(plan, 7, [0, 1], [(40, 4, 0.5), (30, 3, 0.25)]).write(tmp_path / "center")
     with launcher_alive(tmp_path):
@@ -337,7 +337,7 @@ def test_a_center_on_a_cluster_is_what_its_launcher_wrote_down(tmp_path):
     assert status.settings["rule"] == "elastic"
     assert status.bytes_exchanged == 2 * 7 * NBYTES
     assert [(w.step, w.exchanges) for w in status.workers] == [(40, 4), (30, 3)]
-    assert find_plan(tmp_path / "center") == Plan.from_json(plan)
+    assert find_plan(tmp_path / "center") == plan
 
     status = read_status(tmp_path)  # the launcher was killed: who is a member is not known
     assert status.over

@@ -5,7 +5,7 @@
     header            settings, version, steps of each rank
 
 Tensors and JSON are in one file so that they cannot disagree: it is written under a temporary name,
-flushed and renamed, and the one before it is kept as `NAME-previous`. Never pickle.
+flushed and renamed, and the one before it is kept as `NAME-previous`.
 """
 
 from __future__ import annotations
@@ -13,31 +13,35 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 
-from springline import files
+from springline import files, sealed
 from springline.center.errors import CheckpointError
 from springline.center.layout import Bytes
-from springline.center.plan import Plan
+from springline.center.plan import Plan, check_settings
+from springline.typed import Count, build
 
-_HEADER = "springline"
-_FORMAT = 1
+_HEADER, _CENTER = "springline", "center/"
+_FORMAT = 2
 _log = logging.getLogger("springline")
+_warned: set[str] = set()  # what this process has warned of
 
 
 @dataclass(frozen=True)
 class Saved:
     """What a checkpoint says beside its tensors."""
 
+    format: int
+    version: Count
+    steps: list[Count]
     settings: dict[str, Any]
-    version: int
-    steps: list[int]
+    layout: list[Any]
 
 
 def previous(path: Path) -> Path:
@@ -49,15 +53,13 @@ def write(
     path: Path, plan: Plan, center: Bytes, state: Bytes, version: int, steps: list[int]
 ) -> None:
     """Write a checkpoint and keep the one before it."""
-    header = {
-        "format": _FORMAT,
-        "version": version,
-        "steps": steps,
-        "settings": plan.settings,
-        "layout": plan.layout.to_json(),
-    }
-    good = newest(path) == path  # a damaged one must not take the place of the good one before it
-    write_tensors(path, _tensors(plan, center, state), {_HEADER: json.dumps(header)}, keep=good)
+    saved = Saved(_FORMAT, version, steps, plan.settings, plan.layout.to_json())
+    header = {_HEADER: json.dumps(asdict(saved))}
+    try:  # a damaged one must not take the place of the good one before it
+        good = newest(path, whole=False) == path  # whose data would be read before each checkpoint
+    except CheckpointError:
+        good = False
+    write_tensors(path, _tensors(plan, center, state), header, keep=good)
 
 
 def write_tensors(
@@ -67,7 +69,7 @@ def write_tensors(
     keep: bool = False,
 ) -> None:
     """Write a safetensors file; see `write_file`."""
-    write_file(path, lambda file: files.write_tensors(file, tensors, header), keep)
+    write_file(path, lambda file: sealed.write_tensors(file, tensors, header), keep)
 
 
 def write_file(path: Path, write: files.Write, keep: bool = False) -> None:
@@ -87,86 +89,112 @@ def write_file(path: Path, write: files.Write, keep: bool = False) -> None:
         ) from error
 
 
-def newest(path: Path) -> Path | None:
-    """Return `path`, or the one before it if `path` is missing or damaged; None without either."""
+def newest(path: Path, whole: bool = True) -> Path | None:
+    """Return `path`, or the one before it if `path` is missing or damaged; None without either.
+
+    Args:
+        path: the newer one.
+        whole: whether to look at all the data; else at the header only.
+
+    Raises:
+        CheckpointError: what there is, is damaged.
+    """
+    refused: CheckpointError | None = None
     for candidate in (path, previous(path)):
         try:
-            describe(candidate)
-        except FileNotFoundError:
+            _look(candidate, whole)
+        except (FileNotFoundError, NotADirectoryError):
             continue
         except CheckpointError as error:
-            _log.warning("%s", error)
+            refused = refused or error
+            if str(error) not in _warned:
+                _warned.add(str(error))
+                _log.warning("%s", error)
             continue
         return candidate
+    if refused:
+        raise refused
     return None
 
 
 def describe(path: Path) -> Saved:
     """Read a checkpoint's header."""
-    try:
-        with safe_open(path, framework="np") as file:
-            text = (file.metadata() or {}).get(_HEADER)
-    except SafetensorError as error:
-        raise _damaged(path, error) from error
-    except FileNotFoundError:
-        raise
-    except OSError as error:  # a directory, for instance
-        raise CheckpointError(f"{path} cannot be read: {error}.") from error
-    if text is None:
-        raise CheckpointError(f"{path} is a safetensors file but no checkpoint of a center.")
-    try:
-        header = json.loads(text)
-        if header["format"] != _FORMAT:
-            raise CheckpointError(
-                f"{path} has format {header['format']}, this springline reads format {_FORMAT}. "
-                "Update springline."
-            )
-        return Saved(header["settings"], header["version"], header["steps"])
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise _damaged(path, error) from error
+    return _look(path, whole=False)
 
 
 def read(path: Path, plan: Plan, center: Bytes, state: Bytes) -> Saved:
     """Read a checkpoint into a new center's memory; every mismatch is named, then refused."""
-    saved = describe(path)
     wanted = _tensors(plan, center, state)
-    try:
-        with safe_open(path, framework="np") as file:
-            names = set(file.keys())
-            wrong = [f"missing: {name}" for name in wanted if name not in names]
-            wrong += [f"extra: {name}" for name in sorted(names - set(wanted))]
-            for name in sorted(names & set(wanted)):
-                part = file.get_slice(name)
-                shape, dtype = tuple(part.get_shape()), part.get_dtype()
-                if shape != wanted[name].shape:
-                    wrong.append(f"{name}: shape {shape}, wanted {wanted[name].shape}")
-                elif dtype != _DTYPES[str(wanted[name].dtype)]:
-                    wrong.append(f"{name}: dtype {dtype}, wanted {wanted[name].dtype}")
-            if wrong:
-                raise CheckpointError(
-                    f"{path} belongs to another model or rule: {'; '.join(wrong)}. "
-                    "Nothing was restored."
-                )
-            for name, array in wanted.items():
-                np.copyto(array, file.get_tensor(name))
-    except SafetensorError as error:
-        raise _damaged(path, error) from error
+    if not path.exists():
+        raise CheckpointError(f"There is no checkpoint {path}.")
+    with _reading(path):
+        file = sealed.open_tensors(path.resolve())  # a link of the user's is followed
+        saved, found = _header(path, file), file.tensors()
+        wrong = [f"missing: {name}" for name in wanted if name not in found]
+        wrong += [f"extra: {name}" for name in sorted(found.keys() - wanted.keys())]
+        for name in sorted(found.keys() & wanted.keys()):
+            its, ours = found[name], wanted[name]
+            if its.shape != ours.shape:
+                wrong.append(f"{name}: shape {its.shape}, wanted {ours.shape}")
+            elif its.dtype != ours.dtype:
+                wrong.append(f"{name}: dtype {its.dtype}, wanted {ours.dtype}")
+        if wrong:
+            raise CheckpointError(
+                f"{path} belongs to another model or rule: {'; '.join(wrong)}. "
+                "Nothing was restored."
+            )
+        _check_numbers(found)
+        for name, array in wanted.items():
+            np.copyto(array, found[name])
     return saved
 
 
-_DTYPES = {"float32": "F32", "float64": "F64"}
+def read_center(path: Path) -> dict[str, NDArray[Any]]:
+    """Return the center of a checkpoint, by the model's own names."""
+    with _reading(path):
+        tensors = sealed.open_tensors(path).tensors()
+        _check_numbers(tensors)
+    return {n.removeprefix(_CENTER): t for n, t in tensors.items() if n.startswith(_CENTER)}
 
 
 def _tensors(plan: Plan, center: Bytes, state: Bytes) -> dict[str, NDArray[Any]]:
-    tensors = {f"center/{name}": array for name, array in plan.layout.views(center).items()}
+    tensors = {f"{_CENTER}{name}": array for name, array in plan.layout.views(center).items()}
     for s in plan.state:
         name = plan.layout.entries[s.parameter].name
         tensors[f"outer/{s.key}/{name}"] = s.view(state)
     return tensors
 
 
-def _damaged(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"{path} is cut short or damaged ({error}). Restore {previous(path).name} instead, "
-        "if it is there."
-    )
+def _check_numbers(tensors: Mapping[str, NDArray[Any]]) -> None:
+    """Refuse NaN, and Inf in the center: an outer optimizer's sum of squares may overflow."""
+    for name, array in tensors.items():
+        ends = array.min(initial=0), array.max(initial=0)  # a NaN is both
+        if np.isnan(ends).any() or (name.startswith(_CENTER) and np.isinf(ends).any()):
+            raise ValueError(f"{name} has NaN or Inf")
+
+
+def _look(path: Path, whole: bool) -> Saved:
+    with _reading(path):
+        file = sealed.open_tensors(path)
+        if whole:
+            file.tensors()
+        return _header(path, file)
+
+
+def _header(path: Path, file: sealed.TensorFile) -> Saved:
+    if _HEADER not in file.metadata:
+        raise CheckpointError(f"{path} is a safetensors file but no checkpoint of a center.")
+    header = json.loads(file.metadata[_HEADER])
+    if header["format"] != _FORMAT:
+        raise CheckpointError(
+            f"{path} has format {header['format']}, this springline reads format {_FORMAT}. "
+            "Update springline."
+        )
+    saved = build(Saved, header)
+    check_settings(saved.settings)
+    return saved
+
+
+def _reading(path: Path) -> AbstractContextManager[None]:
+    advice = f"Restore {previous(path).name} instead, if it is there."
+    return sealed.reading(path, advice, CheckpointError)

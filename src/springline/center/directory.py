@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
 
 from springline import files
-from springline.center.errors import CenterError
+from springline.center.errors import CenterError, DamagedError
 from springline.center.locks import RecordLocks
 from springline.center.place import LOCK_NAME, MEMORY_NAME, named, owner_of
 from springline.center.plan import Plan
+from springline.sealed import read_json, reading, write_json
 
-FORMAT = 2
+FORMAT = 3
 LAYOUT_NAME = "layout.json"
 
 
@@ -55,21 +55,28 @@ def claim(directory: Path) -> Path:
 
 def read_layout(directory: Path) -> tuple[Plan, Path] | None:
     """Read what a center is and where its memory is, or was; None if there is no center yet."""
+    path = directory / LAYOUT_NAME
     try:
-        values = json.loads((directory / LAYOUT_NAME).read_text("utf-8"))
-    except FileNotFoundError:
+        with reading(path, "Start in a new directory."):
+            values = read_json(path)
+            if values["format"] != FORMAT:
+                raise DamagedError(
+                    f"{path} is not of a center that this springline can read. "
+                    "Start in a new directory."
+                )
+            return Plan.from_json(values["plan"]), named(values["memory"], directory)
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError) as error:
-        raise CenterError(f"Cannot read {directory / LAYOUT_NAME}: {error}.") from error
-    if not isinstance(values, dict) or values.get("format") != FORMAT:
-        raise CenterError(
-            f"{directory / LAYOUT_NAME} is not of a center that this springline can read. "
-            "Start in a new directory."
-        )
+
+
+def write_layout(directory: Path, plan: Plan, memory: Path) -> None:
+    """Write what `read_layout` reads."""
+    place = memory.name if memory.parent == directory else str(memory)
+    path = directory / LAYOUT_NAME
     try:
-        return Plan.from_json(values["plan"]), named(values["memory"], directory)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CenterError(f"{directory / LAYOUT_NAME} is damaged: {error!r}.") from error
+        write_json(path, {"format": FORMAT, "memory": place, "plan": plan.to_json()})
+    except OSError as error:
+        raise CenterError(f"Could not write {path}: {error.strerror}.") from error
 
 
 def no_checkpoint(directory: Path, path: Path) -> CenterError:

@@ -34,6 +34,10 @@ class RoundTimeoutError(CenterError, TimeoutError):
     """Workers that others waited for did not come in time."""
 
 
+class DamagedError(CenterError, ValueError):
+    """A file of a run is damaged, or something else is in its place."""
+
+
 class CheckpointError(CenterError, ValueError):
     """A checkpoint is damaged or belongs to another model."""
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 
+from springline import sealed
 from springline.center.checkpoint import write_tensors
 from springline.center.errors import CheckpointError
+from springline.typed import convert
 
 NAME = "extras.safetensors"
 _ALIASES = "aliases"
@@ -36,14 +37,12 @@ def write_extras(
 
 def with_extras(directory: Path, values: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     """Return the center's values and what is written beside it: the model's whole state."""
-    whole = dict(values)
-    if (directory / NAME).exists():
-        try:
-            with safe_open(directory / NAME, framework="np") as file:
-                names = file.keys()  # the file itself cannot be iterated over
-                whole |= {name: file.get_tensor(name) for name in names}
-                aliases = json.loads((file.metadata() or {}).get(_ALIASES, "{}"))
-        except SafetensorError as error:
-            raise CheckpointError(f"{directory / NAME} is damaged: {error}. Remove it.") from error
-        whole |= {alias: values[name].copy() for alias, name in aliases.items()}
-    return whole
+    path = directory / NAME
+    try:
+        with sealed.reading(path, "Remove it, and do without.", CheckpointError):
+            file = sealed.open_tensors(path)
+            aliases = convert(dict[str, str], json.loads(file.metadata[_ALIASES]), _ALIASES)
+            others = {alias: values[name].copy() for alias, name in aliases.items()}
+            return {**values, **file.tensors(), **others}
+    except (FileNotFoundError, NotADirectoryError):
+        return dict(values)

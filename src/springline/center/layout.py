@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Protocol
@@ -217,7 +217,7 @@ class Layout:
         return [[e.name, list(e.shape), e.dtype, e.kind] for e in self.entries]
 
     @classmethod
-    def from_json(cls, rows: Iterable[tuple[str, list[int], str, Kind]]) -> Layout:
+    def from_json(cls, rows: Iterable[tuple[str, Sequence[int], str, Kind]]) -> Layout:
         """Read what `to_json` wrote."""
         tensors: dict[Kind, dict[str, Tensor]] = {"parameter": {}, "buffer": {}}
         for name, shape, dtype, kind in rows:

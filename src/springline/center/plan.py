@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from springline.center.layout import ALIGNMENT, Bytes, Layout, Run
-from springline.checks import true_or_false
+from springline.center.layout import ALIGNMENT, Bytes, Kind, Layout, Run
+from springline.checks import at_least_one, true_or_false
 from springline.rules.rule import Rule
+from springline.typed import Count, build
 
 PAGE = 4096
+_MOST_WORKERS, _MOST_BYTES = 1 << 16, 1 << 50  # that a file may speak of
 Spec = tuple[int, str, tuple[int, ...], float]  # parameter, key, shape, first value
 # Columns of the table, one row per rank. Each row has one writer at a time: its rank's process.
 EXCHANGES, STEPS, NANOSECONDS, SETTLED, CONTRIBUTED, ADOPTED, MEMBER_OF, JOINED = range(8)
@@ -133,11 +135,60 @@ class Plan:
         }
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Plan:
-        """Read what `to_json` wrote."""
-        layout = Layout.from_json(values["layout"])
-        state = _place(layout, [(i, key, tuple(n), first) for i, key, n, first in values["state"]])
-        return cls(layout, values["settings"], values["synchronous"], values["whole"], state)
+    def from_json(cls, values: Any) -> Plan:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        plan = build(_Written, values)
+        check_settings(plan.settings)
+        layout = Layout.from_json(plan.layout)
+        if any(parameter >= len(layout.entries) for parameter, *_ in plan.state):
+            raise ValueError("it has state of no parameter")
+        state = _place(layout, [(i, key, tuple(n), first) for i, key, n, first in plan.state])
+        if max(layout.nbytes, nbytes_of(state)) > _MOST_BYTES:
+            raise ValueError("it is too large")
+        return cls(layout, plan.settings, plan.synchronous, plan.whole, state)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What `Plan.to_json` returns."""
+
+    settings: dict[str, Any]
+    synchronous: bool
+    whole: bool
+    layout: list[tuple[str, list[Count], str, Kind]]
+    state: list[tuple[Count, str, list[Count], float]]
+
+
+def check_settings(settings: dict[str, Any]) -> None:
+    """Refuse settings that no rule has: whoever watches a run shows them.
+
+    Raises:
+        ValueError: these.
+    """
+    rule = build(_Settings, {k: v for k, v in settings.items() if k in _KNOWN})
+    at_least_one("period", rule.period, "")
+    at_least_one("workers", rule.workers, "")
+    if rule.workers > _MOST_WORKERS:
+        raise ValueError(f"workers is {rule.workers}")
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What all rules have, and what we show of some."""
+
+    rule: str
+    period: Count
+    workers: Count
+    use_locking: bool
+    moving_rate: float | None = None
+    outer: dict[str, Any] | None = None
+
+
+_KNOWN = {field.name for field in fields(_Settings)}
 
 
 class Memory:

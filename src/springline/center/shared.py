@@ -14,7 +14,6 @@ what is removed of it can be put back.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import socket
@@ -27,13 +26,13 @@ import numpy as np
 from springline.center import checkpoint
 from springline.center.center import check_settings
 from springline.center.directory import (
-    FORMAT,
     LAYOUT_NAME,
     check_platform,
     claim,
     no_checkpoint,
     open_locks,
     read_layout,
+    write_layout,
 )
 from springline.center.errors import CenterError
 from springline.center.layout import Bytes, Layout
@@ -44,7 +43,6 @@ from springline.center.place import adopt, belongs, free, map_memory, new_memory
 from springline.center.plan import ENDS, Plan
 from springline.center.segments import in_use, sweep
 from springline.center.waiting import is_alive
-from springline.files import write_text
 from springline.rules.rule import Rule
 
 CHECKPOINT_NAME = "checkpoint.safetensors"
@@ -137,7 +135,7 @@ class SharedCenter(MemoryCenter):
                 center = cls(directory, plan, path, raw, open_locks(directory))
                 center.timeout = timeout
                 return center
-        saved = checkpoint.newest(directory / CHECKPOINT_NAME)
+        saved = checkpoint.newest(directory / CHECKPOINT_NAME, whole=False)
         if saved is None:
             raise no_checkpoint(directory, path)
         raise CenterError(
@@ -262,14 +260,7 @@ class SharedCenter(MemoryCenter):
 
     def _publish(self) -> None:
         """Write the file that makes the center be there: atomically, when all else is."""
-        place = self._path.name if self._path.parent == self.directory else str(self._path)
-        values = {"format": FORMAT, "memory": place, "plan": self.plan.to_json()}
-        try:
-            write_text(self.directory / LAYOUT_NAME, json.dumps(values, indent=1))
-        except OSError as error:
-            raise CenterError(
-                f"Could not write {self.directory / LAYOUT_NAME}: {error.strerror}."
-            ) from error
+        write_layout(self.directory, self.plan, self._path)
 
     @classmethod
     def _recover(cls, directory: Path, plan: Plan, path: Path, locks: RecordLocks) -> SharedCenter:

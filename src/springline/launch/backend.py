@@ -150,7 +150,7 @@ def choose_backend(
     Raises:
         LaunchError: the run cannot be there.
     """
-    directory, before = claim.path, LaunchState.last(claim.path)
+    directory, before = claim.path, LaunchState.read(claim.path)
     given = asked.address
     asked = asked.absolute().over(before.cluster if before else None, directory)
     if asked.address and not claim.private and before and asked.address != given:

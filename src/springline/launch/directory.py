@@ -13,6 +13,7 @@ from pathlib import Path
 from springline.center import CenterError, SharedCenter
 from springline.center.checkpoint import describe, newest
 from springline.center.directory import LAYOUT_NAME
+from springline.center.errors import DamagedError
 from springline.center.locks import RecordLocks
 from springline.center.shared import CHECKPOINT_NAME
 from springline.launch.state import NAME as STATE_NAME
@@ -110,10 +111,12 @@ class RunDirectory:
         try:
             with SharedCenter.open(place) as center:
                 return int(center.settings["workers"])
+        except DamagedError:
+            raise
         except CenterError as error:
             told = CenterStatus.read(place)
             if told:
-                return int(told.plan["settings"]["workers"])
+                return told.plan.workers
             saved = newest(place / CHECKPOINT_NAME)
             if saved is None and (place / LAYOUT_NAME).exists():
                 raise LaunchError(str(error)) from error

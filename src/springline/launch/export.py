@@ -9,16 +9,18 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from springline.center import CenterError, RoundTimeoutError, SharedCenter
-from springline.center.checkpoint import describe, newest, write_tensors
+from springline.center import CenterError, CheckpointError, RoundTimeoutError, SharedCenter
+from springline.center.checkpoint import describe, newest, read_center, write_tensors
 from springline.center.directory import LAYOUT_NAME
+from springline.center.errors import DamagedError
 from springline.center.extras import with_extras
 from springline.center.served.center import read_stored
 from springline.center.served.founding import NAME as HEAD
 from springline.center.shared import CHECKPOINT_NAME
 from springline.launch.directory import CENTER, LaunchError, find_run
-from springline.launch.keeper import FINAL, PATIENCE, read_tensors, storage_of
+from springline.launch.keeper import FINAL, PATIENCE, storage_of
 from springline.launch.state import LaunchState
+from springline.sealed import open_tensors, reading
 
 
 def export(run: str | Path, path: Path, force: bool = False) -> str:
@@ -58,12 +60,13 @@ def _find_center(directory: Path) -> tuple[Mapping[str, NDArray[Any]], str]:
             return with_extras(place, center.values()), f"version {center.version}, from memory"
     except CenterError as error:
         saved, why = newest(place / CHECKPOINT_NAME), str(error)
-        busy = f". Not from memory: {error}" if isinstance(error, RoundTimeoutError) else ""
-    state, final = LaunchState.last(directory), directory / FINAL
+        told = isinstance(error, RoundTimeoutError | DamagedError)
+        busy = f". Not from memory: {error}" if told else ""
+    state, final = LaunchState.read(directory), directory / FINAL
     if saved is not None:
         written = time.strftime("%d %b %H:%M:%S", time.localtime(saved.stat().st_mtime))
         source = f"version {describe(saved).version} of {written}, from {saved}{busy}"
-        return with_extras(place, read_tensors(saved, "center/")), source
+        return with_extras(place, read_center(saved)), source
     if state and state.cluster and state.center and not (state.ended and final.exists()):
         storage = storage_of(state.cluster.get("storage"), directory, state.center)
         if storage is None:
@@ -74,7 +77,8 @@ def _find_center(directory: Path) -> tuple[Mapping[str, NDArray[Any]], str]:
         tensors, source = _find_stored(storage)
         return with_extras(place, tensors), source
     if final.exists():
-        return read_tensors(final, ""), f"from {final}"
+        with reading(final, "Is there a copy?", CheckpointError):
+            return open_tensors(final).tensors(), f"from {final}"
     if state and state.ps:
         raise LaunchError(
             f"The center of the run in {directory} was on TensorFlow's parameter servers. What is "

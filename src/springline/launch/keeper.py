@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 
-from springline.center import CenterError, SharedCenter
-from springline.center.checkpoint import describe, newest, write_tensors
+from springline.center import CenterError, CheckpointError, SharedCenter
+from springline.center.checkpoint import describe, newest, read_center, write_tensors
 from springline.center.directory import LAYOUT_NAME
 from springline.center.extras import with_extras
 from springline.center.shared import CHECKPOINT_NAME
-from springline.launch.directory import CENTER, LaunchError, RunDirectory
+from springline.launch.directory import CENTER, RunDirectory
 from springline.launch.request import NO_STORAGE
 
 if TYPE_CHECKING:
@@ -125,16 +124,17 @@ class Keeper:
                 self._say("No worker has joined the center in this launch: it is as it was.")
             return left
         if made and saved and saved.stat().st_mtime >= made:  # the script has retired it
-            return self._write(
-                with_extras(self._directory / CENTER, read_tensors(saved, "center/"))
-            )
+            return self._write(with_extras(self._directory / CENTER, read_center(saved)))
         raise LostError(
             f"The center was lost during the run, before the launcher had opened it. "
             f"{self._describe_left()}"
         )
 
     def _describe_left(self, version: int | None = None) -> str:
-        saved = newest(self._checkpoint)
+        try:
+            saved = newest(self._checkpoint)
+        except CheckpointError as error:
+            return f"Nothing is left of it: {error}"
         if saved is None:
             return "Nothing is left of it: there is no checkpoint."
         found = describe(saved).version
@@ -227,14 +227,3 @@ def storage_of(asked: str | None, directory: Path, name: str) -> str | None:
 
 def _modified(path: Path) -> float | None:
     return path.stat().st_mtime if path.exists() else None
-
-
-def read_tensors(path: Path, prefix: str) -> dict[str, NDArray[Any]]:
-    """Read those tensors of a file whose names begin with a prefix, without it."""
-    try:
-        with safe_open(path, framework="np") as file:
-            names = file.keys()  # the file itself cannot be iterated over
-            ours = [name for name in names if name.startswith(prefix)]
-            return {name.removeprefix(prefix): file.get_tensor(name) for name in ours}
-    except (OSError, SafetensorError) as error:
-        raise LaunchError(f"{path} cannot be read ({error}).") from error

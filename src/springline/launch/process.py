@@ -152,7 +152,7 @@ class WorkerProcess(Task):
     def start(self) -> None:
         """Start it, in a session of its own: the terminal's Ctrl-C goes to the launcher alone."""
         self.log.parent.mkdir(mode=0o700, exist_ok=True)
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         output = os.open(self.log, flags, 0o600)
         try:
             self.entry.starts.append(time.time())

@@ -131,8 +131,7 @@ class RayKeeper(Keeper):
                 self._ask_shards_at = time.monotonic() + _TROUBLE
                 self._hear_of_trouble(center)
             progress = [(rank.steps, rank.exchanges, rank.seconds) for rank in center.progress()]
-            plan, version = center.plan.to_json(), center.version
-            self._last = CenterStatus(plan, version, center.members(), progress)
+            self._last = CenterStatus(center.plan, center.version, center.members(), progress)
         self._last.write(self._directory / CENTER)
 
     def _hear_of_trouble(self, center: RayCenter) -> None:
@@ -214,7 +213,7 @@ def center_name(directory: Path) -> str:
 
     That of a new run is drawn: another machine may have a directory of the same path.
     """
-    before = LaunchState.last(directory)
+    before = LaunchState.read(directory)
     return (before and before.center) or f"{directory.name}-{uuid.uuid4().hex[:8]}"
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from springline.launch.directory import CENTER, LaunchError
-from springline.launch.state import CenterStatus
+from springline.launch.state import Asked, CenterStatus
 
 NO_STORAGE = "none"
 _LEAST = 0.0001  # of a CPU or a GPU: Ray counts no finer
@@ -25,16 +25,8 @@ _OPTIONS = {
 
 
 @dataclass(frozen=True)
-class ClusterRequest:
-    """What is asked of a Ray cluster; None where nothing was said."""
-
-    address: str | None = None  # `auto` or `HOST:PORT`; None for this machine alone
-    shards: int | None = None  # into how many the center is cut
-    storage: str | None = None  # where its shards keep checkpoints; `none` for nowhere
-    cpus: float | None = None  # per worker
-    gpus: float | None = None  # per worker
-    working_dir: str | None = None  # copied to every machine; the script is run from there
-    env: Sequence[str] | None = None  # names of the environment variables that workers get
+class ClusterRequest(Asked):
+    """What is asked of a Ray cluster."""
 
     def check(self, ps: int | None, goes_on: bool = True) -> None:
         """Refuse what cannot be.

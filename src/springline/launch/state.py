@@ -6,29 +6,54 @@ RUN/center/status.json    of a center on a cluster
 
 from __future__ import annotations
 
-import contextlib
-import json
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from springline.files import write_text
+from springline.center.plan import Plan
+from springline.sealed import read_json, reading, write_json
+from springline.typed import Count, Seconds, build
 
 NAME = "launch.json"
 STATUS_NAME = "status.json"
+_CENTER_NAME = re.compile(r"[^/\0]*-[0-9a-f]{8}\Z")  # as `center_name` draws them
 WorkerState = Literal["starting", "running", "restarting", "finished", "failed", "stopped"]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was asked of a Ray cluster; None where nothing was said.
+
+    Args:
+        address: the cluster's: `auto` or `HOST:PORT`. None for this machine alone.
+        shards: into how many the center is cut.
+        storage: where its shards keep checkpoints; `none` for nowhere.
+        cpus: per worker.
+        gpus: per worker.
+        working_dir: a directory that is copied to every machine, from which the script is run.
+        env: names of the launcher's environment variables that workers get.
+    """
+
+    address: str | None = None
+    shards: int | None = None
+    storage: str | None = None
+    cpus: float | None = None
+    gpus: float | None = None
+    working_dir: str | None = None
+    env: list[str] | None = None
 
 
 @dataclass
 class WorkerEntry:
     """One worker, or one parameter server."""
 
-    rank: int
+    rank: Count
     state: WorkerState = "starting"
-    pid: int | None = None
-    restarts: int = 0  # of this launch
+    pid: Count | None = None
+    restarts: Count = 0  # of this launch
     exit_code: int | None = None
-    starts: list[float] = field(default_factory=list)  # of all its lives, also in earlier launches
+    starts: list[Seconds] = field(default_factory=list)  # of all lives, also earlier launches'
     machine: str | None = None  # the one of a cluster that it is on
 
     @property
@@ -43,12 +68,12 @@ class LaunchState:
 
     script: str
     arguments: list[str]
-    started: float
-    pid: int
+    started: Seconds
+    pid: Count
     workers: list[WorkerEntry] = field(default_factory=list)
-    checkpoint: float | None = None  # when the center was last saved
-    ended: float | None = None
-    earlier: list[tuple[float, float]] = field(default_factory=list)  # launches: start and end
+    checkpoint: Seconds | None = None  # when the center was last saved
+    ended: Seconds | None = None
+    earlier: list[tuple[Seconds, Seconds]] = field(default_factory=list)  # launches: start and end
     ps: list[WorkerEntry] = field(default_factory=list)  # the parameter servers, by number
     cluster: dict[str, Any] | None = None  # what was asked of one, if the run is on one
     center: str | None = None  # what the center is called there
@@ -64,8 +89,8 @@ class LaunchState:
         return sum(max(0.0, end - start) for start, end in self.earlier)
 
     def go_on(self, directory: Path) -> None:
-        """Count on from an earlier launch in a directory, if there was one that can be read."""
-        before = LaunchState.last(directory)
+        """Count on from an earlier launch in a directory, if there was one."""
+        before = LaunchState.read(directory)
         if before is None:
             return
         end = before.ended or _last_sign(directory)
@@ -78,34 +103,32 @@ class LaunchState:
 
     def write(self, directory: Path) -> None:
         """Replace `RUN/launch.json`."""
-        write_text(directory / NAME, json.dumps(asdict(self), indent=1))
-
-    @classmethod
-    def last(cls, directory: Path) -> LaunchState | None:
-        """Return the last launch in a directory; None if there was none that can be read."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            return cls.read(directory)
-        return None
+        write_json(directory / NAME, asdict(self))
 
     @classmethod
     def read(cls, directory: Path) -> LaunchState | None:
-        """Read `RUN/launch.json`; None if the directory has none."""
+        """Read `RUN/launch.json`; None if the directory has none.
+
+        Raises:
+            DamagedError: what it has cannot be read.
+        """
+        path = directory / NAME
         try:
-            values = json.loads((directory / NAME).read_text("utf-8"))
-        except FileNotFoundError:
+            with reading(path, "Remove it, and give the run's options again."):
+                state = build(cls, read_json(path))
+                build(Asked, state.cluster or {})
+                if state.center is not None and not _CENTER_NAME.match(state.center):
+                    raise ValueError(f"{state.center[:40]!r} is no name of a center")
+                return state
+        except (FileNotFoundError, NotADirectoryError):
             return None
-        values["workers"] = [WorkerEntry(**entry) for entry in values["workers"]]
-        values["ps"] = [WorkerEntry(**entry) for entry in values.get("ps", [])]
-        earlier = values.get("earlier", [])
-        values["earlier"] = [(float(start), float(end)) for start, end in earlier]
-        return cls(**values)
 
 
 @dataclass(frozen=True)
 class CenterStatus:
     """What a center on a cluster said of itself."""
 
-    plan: dict[str, Any]
+    plan: Plan
     version: int
     members: list[int]
     progress: list[tuple[int, int, float]]  # of each rank: steps, exchanges, seconds
@@ -113,14 +136,32 @@ class CenterStatus:
     def write(self, directory: Path) -> None:
         """Replace `status.json` in the center's directory."""
         directory.mkdir(mode=0o700, exist_ok=True)
-        write_text(directory / STATUS_NAME, json.dumps(asdict(self)))
+        write_json(directory / STATUS_NAME, {**vars(self), "plan": self.plan.to_json()})
 
     @classmethod
     def read(cls, directory: Path) -> CenterStatus | None:
-        """Read it; None if there is none, or none that can be read."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            return cls(**json.loads((directory / STATUS_NAME).read_text("utf-8")))
-        return None
+        """Read it; None if there is none.
+
+        Raises:
+            DamagedError: what there is cannot be read.
+        """
+        path = directory / STATUS_NAME
+        try:
+            with reading(path, "Remove it: the center's own storage tells the same."):
+                written = build(_Written, read_json(path))
+                return cls(**{**vars(written), "plan": Plan.from_json(written.plan)})
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What `CenterStatus` writes."""
+
+    plan: dict[str, Any]
+    version: Count
+    members: list[Count]
+    progress: list[tuple[Count, Count, Seconds]]
 
 
 def _last_sign(directory: Path) -> float:

@@ -19,7 +19,7 @@ from springline.center.shared import CHECKPOINT_NAME
 from springline.launch.directory import CENTER, is_held, short
 from springline.launch.holdings import Holding, disk_usage
 from springline.launch.state import LaunchState
-from springline.monitor.sources import CenterReader, CenterState, read_launch
+from springline.monitor.sources import CenterReader, CenterState
 from springline.monitor.words import ago
 
 _COLUMNS = ("run", "workers", "version", "changed", "memory", "disk", "state")
@@ -72,7 +72,7 @@ def show(holdings: list[Holding], console: Console) -> None:
 
 def _read(run: Path) -> Row:
     place = run if (run / LAYOUT_NAME).exists() else run / CENTER
-    launch, reader = read_launch(run), CenterReader(place)
+    launch, reader = LaunchState.read(run), CenterReader(place)
     try:
         center = reader.read()
     finally:

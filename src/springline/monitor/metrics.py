@@ -8,18 +8,27 @@ values begins a life (`springline.steps` writes it).
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from springline.files import open_regular
+from springline.sealed import reading
+from springline.typed import Count, Seconds, convert
+
 FOLDER = "metrics"
 Floats = NDArray[np.float64]
+_INFINITE = 1e100  # what is above cannot be drawn
+_DEEP_OR_LARGE = AttributeError, OverflowError, RecursionError
+_log = logging.getLogger("springline")
 
 
 @dataclass(frozen=True)
@@ -41,12 +50,11 @@ class Line:
         Line(time=2.0, step=5, values={'loss': nan})
         """
         for start in (0, max(0, text.rfind(b'{"time"'))):
-            try:
+            with contextlib.suppress(ValueError, LookupError, TypeError, *_DEEP_OR_LARGE):
                 values = json.loads(text[start:])
-                time, step = float(values.pop("time")), int(values.pop("step"))
-            except (ValueError, KeyError, TypeError, AttributeError):
-                continue
-            return cls(time, step, {k: _number(v) for k, v in values.items() if _logged(v)})
+                time = convert(Seconds, values.pop("time"), "time")
+                step = convert(Count, values.pop("step"), "step")
+                return cls(time, step, {k: _number(v) for k, v in values.items() if _logged(v)})
         return None
 
 
@@ -59,23 +67,34 @@ class Evaluation:
     value: float
 
 
+@contextlib.contextmanager
+def open_metrics(path: Path) -> Iterator[BinaryIO]:
+    """Open one rank's file."""
+    with reading(path, "Remove it."), open_regular(path) as file:
+        yield file
+
+
 class LineReader:
     """Reads what has been added to one rank's file since the last time.
 
     Args:
         path: the file, which may not be there yet.
         tail: how many bytes of the end to read at first; all by default.
+
+    Attributes:
+        bad: how many lines were skipped, since they are none.
     """
 
     def __init__(self, path: Path, tail: int | None = None) -> None:
         self.path = path
+        self.bad = 0
         self._tail = tail
         self._offset = 0
 
     def read(self) -> list[Line]:
         """Return the new lines that are complete."""
         try:
-            with self.path.open("rb") as file:
+            with open_metrics(self.path) as file:
                 size = file.seek(0, 2)
                 if size < self._offset:  # another file under this name
                     self._offset = 0
@@ -90,8 +109,10 @@ class LineReader:
             return []
         complete = text[: text.rfind(b"\n") + 1]
         self._offset += len(complete)
-        lines = complete.split(b"\n")[1 if cut else 0 :]
-        return [line for line in map(Line.parse, lines) if line]
+        lines = complete.split(b"\n")[1 if cut else 0 : -1]
+        parsed = [line for line in map(Line.parse, lines) if line]
+        self.bad += len(lines) - len(parsed)
+        return parsed
 
 
 @dataclass(frozen=True)
@@ -138,8 +159,11 @@ def read_metrics(directory: Path) -> dict[int, Series]:
     found = {}
     for path in (directory / FOLDER).glob("rank-*.jsonl"):
         rank = path.stem.removeprefix("rank-")
-        lines = LineReader(path).read()
-        if rank.isdigit() and lines:
+        reader = LineReader(path)
+        lines = reader.read()
+        if reader.bad:
+            _log.warning("Bad lines of %s, left out: %d.", path, reader.bad)
+        if rank.isdecimal() and lines:
             found[int(rank)] = Series.of(int(rank), lines)
     return dict(sorted(found.items()))
 
@@ -168,4 +192,5 @@ def _logged(value: Any) -> bool:
 
 
 def _number(value: float | None) -> float:
-    return math.nan if value is None else float(value)
+    number = math.nan if value is None else float(value)
+    return number if abs(number) < _INFINITE else math.nan

@@ -104,7 +104,7 @@ def figure(directory: Path) -> Figure | None:
     """Make the picture: a row per quantity, a column for time, steps and bytes each."""
     from matplotlib.figure import Figure
 
-    launch = LaunchState.last(directory)  # a plot can do without
+    launch = LaunchState.read(directory)
     starts = {entry.rank: entry.starts for entry in launch.workers} if launch else {}
     metrics = {
         rank: series.with_starts(starts.get(rank, []))

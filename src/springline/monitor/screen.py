@@ -69,7 +69,7 @@ class Screen:
         self._directory = directory
         self._console = console
         self._reader = StatusReader(directory)
-        self._trouble = ""
+        self.trouble = ""
         self._every = _LIVE_EVERY if live else _PLAIN_EVERY
         self._next = 0.0
         self._introduced = False
@@ -106,19 +106,19 @@ class Screen:
             self._draw()
 
     def _draw(self) -> None:
-        before = self._trouble
+        before = self.trouble
         try:
             self.status = self._reader.read()
-            self._trouble = ""
+            self.trouble = ""
         except NotARunError:  # not yet
             pass
         except CenterError as error:  # watching must not end the run
-            self._trouble = str(error)
+            self.trouble = str(error)
         if self._live:
             self._live.update(self._picture(), refresh=True)
             return
-        if self._trouble and self._trouble != before:
-            self._print(self._trouble)
+        if self.trouble and self.trouble != before:
+            self._print(self.trouble)
         if self.status:
             if self.status.settings and not self._introduced:
                 self._introduced = True
@@ -131,14 +131,14 @@ class Screen:
     def _picture(self) -> RenderableType:
         status = self.status
         if status is None:
-            return Text(self._trouble or f"Waiting for a run in {self._directory}.", style="dim")
+            return Text(self.trouble or f"Waiting for a run in {self._directory}.", style="dim")
         evaluations = evaluations_in_words(status.evaluations)
         room = max(4, self._console.height - _OTHER_ROWS - len(evaluations))
         parts = [self._head(status), self._bar(status), self._workers(status, room)]
         parts += [Text(words, no_wrap=True, overflow="ellipsis") for words in evaluations]
         parts.append(Text(_footer(status), "dim"))
-        if self._trouble:
-            parts.append(Text(self._trouble, "red"))
+        if self.trouble:
+            parts.append(Text(self.trouble, "red"))
         return Group(*parts)
 
     def _head(self, status: Status) -> RenderableType:
@@ -258,6 +258,15 @@ def _milliseconds(value: float | None) -> str:
 
 
 def _footer(status: Status) -> str:
+    words = [_of_center(status)]
+    if status.left_out:
+        words.append(f"{many(status.left_out, 'part')} left out")
+    if status.bad_lines:
+        words.append(f"{many(status.bad_lines, 'bad line')} of metrics left out")
+    return "  ·  ".join(words)
+
+
+def _of_center(status: Status) -> str:
     if status.version is None and status.ps:
         return f"the center is on {many(status.ps, 'parameter server')}"
     age = status.checkpoint_age
@@ -269,8 +278,6 @@ def _footer(status: Status) -> str:
     if age is not None or not status.on_cluster:
         words.append("no checkpoint yet" if age is None else f"checkpoint {ago(age)}")
     words.append(f"{decimal(status.bytes_exchanged)} exchanged")
-    if status.left_out:
-        words.append(f"{many(status.left_out, 'part')} left out")
     return "  ·  ".join(words)
 
 
@@ -303,6 +310,8 @@ def _line(status: Status) -> str:
         words.append(f"{decimal(status.bytes_exchanged)} exchanged")
     if status.left_out:
         words.append(f"{many(status.left_out, 'part')} left out")
+    if status.bad_lines:
+        words.append(f"{many(status.bad_lines, 'bad line')} of metrics left out")
     restarts = sum(worker.restarts for worker in workers)
     if restarts:
         words.append(many(restarts, "restart"))

@@ -12,9 +12,15 @@ from springline.center.directory import LAYOUT_NAME, read_layout
 from springline.center.plan import BASE, Plan
 from springline.center.shared import CHECKPOINT_NAME
 from springline.launch.directory import is_held
-from springline.launch.state import NAME as LAUNCH_NAME
-from springline.launch.state import CenterStatus, LaunchState
-from springline.monitor.metrics import Evaluation, Line, LineReader, is_center, training_loss
+from springline.launch.state import CenterStatus
+from springline.monitor.metrics import (
+    Evaluation,
+    Line,
+    LineReader,
+    is_center,
+    open_metrics,
+    training_loss,
+)
 
 _WINDOW = 5.0  # seconds over which speeds are measured
 _STALLED = 2.0  # seconds without a change, where changes used to come faster
@@ -27,17 +33,7 @@ def find_plan(center: Path) -> Plan | None:
     if found:
         return found[0]
     told = CenterStatus.read(center)
-    return Plan.from_json(told.plan) if told else None
-
-
-def read_launch(directory: Path) -> LaunchState | None:
-    """Read what the launcher knows, or knew; None if a run was started without one."""
-    try:
-        return LaunchState.read(directory)
-    except NotADirectoryError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CenterError(f"Cannot read {directory / LAUNCH_NAME}: {error!r}.") from error
+    return told.plan if told else None
 
 
 @dataclass(frozen=True)
@@ -105,7 +101,7 @@ class CenterReader:
 
     def _look(self) -> None:
         try:
-            status = (self.directory / LAYOUT_NAME).stat()
+            status = (self.directory / LAYOUT_NAME).lstat()
             known = status.st_ino, status.st_mtime_ns
         except (FileNotFoundError, NotADirectoryError):
             known = None
@@ -128,11 +124,11 @@ class CenterReader:
             return CenterState()
         progress = tuple(Progress(*rank) for rank in told.progress)
         members = tuple(told.members) if is_held(self.directory.parent) else ()
-        return CenterState(Plan.from_json(told.plan), told.version, progress, members)
+        return CenterState(told.plan, told.version, progress, members)
 
     def _without_memory(self, plan: Plan) -> CenterState:
         """Return what was seen last, or what the checkpoint says."""
-        saved = newest(self.directory / CHECKPOINT_NAME)
+        saved = newest(self.directory / CHECKPOINT_NAME, whole=False)
         if saved is None:
             return replace(self._last, plan=plan, members=())
         found = describe(saved)
@@ -204,6 +200,11 @@ class RankReader:
         self.last: float | None = None
 
     @property
+    def bad_lines(self) -> int:
+        """How many lines were skipped."""
+        return self._reader.bad
+
+    @property
     def loss(self) -> float | None:
         """The last one; NaN if it was not finite."""
         name = training_loss(self._losses)
@@ -243,7 +244,7 @@ class RankReader:
 
 
 def _first_time(path: Path) -> float | None:
-    with path.open("rb") as file:
+    with open_metrics(path) as file:
         line = Line.parse(file.readline())
     return line.time if line else None
 

@@ -14,15 +14,18 @@ from typing import Any, Literal
 
 from springline.center import CenterError
 from springline.center.shared import CHECKPOINT_NAME
+from springline.files import open_regular
 from springline.launch.directory import is_held
 from springline.launch.state import NAME as LAUNCH_NAME
 from springline.launch.state import LaunchState, WorkerEntry, WorkerState
 from springline.monitor.metrics import FOLDER, Evaluation
-from springline.monitor.sources import CenterReader, CenterState, RankReader, read_launch
+from springline.monitor.sources import CenterReader, CenterState, RankReader
+from springline.typed import Count, convert
 
 # "left" is a worker that is no member of its center any more, where no launcher tells why. Of those
 # whose center is with them, and which no launcher has started, it is "unknown".
 State = WorkerState | Literal["left", "unknown"]
+_DIGITS = 20  # of a number of steps, at most
 
 
 class NotARunError(CenterError, ValueError):
@@ -60,6 +63,7 @@ class Status:
     evaluations: dict[str, Evaluation] = field(default_factory=dict)  # the last, by name
     left_out: int = 0  # parts that exchanges were made without, since somebody kept them locked
     on_cluster: bool = False  # its center, whose shards keep checkpoints of their own
+    bad_lines: int = 0  # of the metrics, which were skipped
 
 
 class StatusReader:
@@ -72,7 +76,7 @@ class StatusReader:
 
     def read(self) -> Status:
         """Read the state now."""
-        launch = read_launch(self.directory)
+        launch = LaunchState.read(self.directory)
         center = self._center.read()
         if launch is None and center.plan is None and not (self.directory / FOLDER).is_dir():
             raise NotARunError(
@@ -106,6 +110,7 @@ class StatusReader:
             evaluations=self._evaluations(),
             left_out=center.left_out,
             on_cluster=bool(launch and launch.cluster),
+            bad_lines=sum(rank.bad_lines for rank in self._ranks.values()),
         )
 
     def close(self) -> None:
@@ -119,7 +124,7 @@ class StatusReader:
             return center.plan.workers
         names = [path.stem for path in (self.directory / FOLDER).glob("rank-*.jsonl")]
         ranks = [name.removeprefix("rank-") for name in names]
-        return max((int(rank) + 1 for rank in ranks if rank.isdigit()), default=0)
+        return max((int(rank) + 1 for rank in ranks if rank.isdecimal()), default=0)
 
     def _worker(
         self, k: int, launch: LaunchState | None, launched: bool, center: CenterState, now: float
@@ -163,8 +168,9 @@ class StatusReader:
         try:
             if launch and path.stat().st_mtime < launch.started:  # of an earlier start here
                 return None
-            return int(path.read_text("utf-8"))
-        except (FileNotFoundError, ValueError):
+            with open_regular(path) as file:
+                return int(convert(Count, int(file.read(_DIGITS)), "total"))
+        except (OSError, ValueError):
             return None
 
 
