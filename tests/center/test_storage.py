@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save
+from safetensors.numpy import load_file
 
 from served import Service
 from springline import ElasticAverage, Worker
@@ -142,12 +142,15 @@ def test_a_later_life_is_later_whatever_its_clock_says(place, monkeypatch):
     assert Storage(place).read("shard-0")[0] == {"round": 2}
 
 
-def test_a_storage_of_an_earlier_version_is_gone_on_from(place, monkeypatch):
-    """Its files do not tell in which life they were written."""
-    with monkeypatch.context() as patch:
-        patch.setattr("springline.center.served.storage.save", lambda tensors, _: save(tensors))
-        Storage(place).write("head", {"number": 1})
-    storage = Storage(place)
-    assert storage.read("head") == ({"number": 1}, {})
-    storage.write("head", {"number": 2})
+def test_one_without_a_whole_slot_is_named(place, tmp_path):
+    Storage(place).write("head", {"number": 1})
+    (slot,) = slots(tmp_path)
+    data = bytearray(slot.read_bytes())
+    data[data.rindex(b"number")] ^= 1  # in the JSON
+    slot.write_bytes(data)
+    for attempt in (lambda s: s.read("head"), lambda s: s.write("head", {})):  # not over it, either
+        with pytest.raises(CheckpointError, match=r"head\.1\.safetensors is cut short or damaged"):
+            attempt(Storage(place))
+    slot.unlink()
+    Storage(place).write("head", {"number": 2})
     assert Storage(place).read("head") == ({"number": 2}, {})

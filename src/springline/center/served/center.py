@@ -24,6 +24,7 @@ from springline.center.served.messages import Row, cut, latest, span
 from springline.center.served.peer import Call, Peer
 from springline.center.served.storage import Storage
 from springline.rules.rule import Rule
+from springline.sealed import reading
 
 
 class ServedCenter(Center):
@@ -184,11 +185,18 @@ def read_stored(place: str) -> StoredCenter:
     Raises:
         CheckpointError: there is none, or a part of it is missing.
     """
+    if "://" not in place and not Path(place).is_dir():  # a storage would be made
+        raise CheckpointError(f"There is no center in {place}.")
     storage = Storage(place)
     description = find_center(storage)
     if description is None:
         raise CheckpointError(f"There is no center in {place}.")
-    plan = Plan.from_json(description["plan"])
+    with reading(place, "Is there a copy of it?", CheckpointError):
+        return _gather(storage, description)
+
+
+def _gather(storage: Storage, description: dict[str, Any]) -> StoredCenter:
+    plan, place = Plan.from_json(description["plan"]), storage.place
     center = plan.layout.allocate()
     known: list[tuple[dict[int, Row], int]] = []
     for k, runs in enumerate(cut(plan, description["asked"])):

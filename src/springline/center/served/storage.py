@@ -1,7 +1,7 @@
 """Where shards keep their checkpoints: a directory that all machines see, or any fsspec URL.
 
 Every name has two slots that are written in turn, so that the last good one always survives. A slot
-is safetensors with the JSON in it and a checksum, so that one cut short is seen. Never pickle.
+is safetensors with the JSON in it and checksums, so that a damaged one is noticed.
 
 Whoever reads a checkpoint to go on from it begins a new life, and whoever wrote it has ended, as
 far as it can tell. Should that one be alive all the same, cut off from the others, it finds that a
@@ -10,25 +10,27 @@ later life has written, and is refused.
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import time
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
 
 from springline.center.checkpoint import write_file
 from springline.center.errors import CheckpointError
+from springline.files import open_regular
+from springline.sealed import TensorFile, read_metadata, reading, write_tensors
 
 _HEADER = "header"
 _BEGINNING = 4096  # bytes of a slot, enough for the number and the life it was written in
 Tensors = Mapping[str, NDArray[Any]]
 Saved = tuple[dict[str, Any], dict[str, NDArray[Any]]]  # the JSON and the tensors
+_log = logging.getLogger("springline")
 
 
 class Storage:
@@ -78,27 +80,39 @@ class Storage:
         if max(number for number, _ in marks) > self._written.get(name, -1):
             self.read(name)  # for the first time; or an earlier life has written again
         number = self._written.get(name, 0) + 1
-        checksum = _checksums(tensors)
-        text = json.dumps({"number": number, "checksum": checksum, "header": dict(header)})
-        tensors[_HEADER] = np.frombuffer(text.encode(), np.uint8)
-        data = save(tensors, {"number": str(number), "life": str(self._life)})
+        tensors[_HEADER] = np.frombuffer(json.dumps(dict(header)).encode(), np.uint8)
+        mark = {"number": str(number), "life": str(self._life)}
         path = self._slot(name, number)
         if self._fs is None:
-            write_file(Path(path), lambda file: file.write(data))
+            write_file(Path(path), lambda file: write_tensors(file, tensors, mark))
         else:
+            data = io.BytesIO()
+            write_tensors(data, tensors, mark)
             try:
-                self._fs.pipe_file(path, data)
+                self._fs.pipe_file(path, data.getvalue())
             except Exception as error:  # each file system has errors of its own
                 raise _cannot("write", path, error) from error
         self._written[name] = number
 
     def read(self, name: str) -> Saved | None:
-        """Return the newest checkpoint of a name that is whole; None if there is none."""
+        """Return the newest checkpoint of a name that is whole; None if there is none at all.
+
+        Raises:
+            CheckpointError: there is, and it is damaged.
+        """
         newest: tuple[int, Saved] | None = None
+        damaged: CheckpointError | None = None
         for number in (0, 1):
-            found = self._read_slot(self._slot(name, number))
+            try:
+                found = self._read_slot(self._slot(name, number))
+            except CheckpointError as error:
+                damaged = error
+                _log.warning("%s", error)
+                continue
             if found and (newest is None or found[0] > newest[0]):
                 newest = found
+        if damaged and not newest:
+            raise damaged
         self._written[name] = newest[0] if newest else 0
         return newest[1] if newest else None
 
@@ -115,34 +129,31 @@ class Storage:
 
     def _read_slot(self, path: str) -> tuple[int, Saved] | None:
         data = self._bytes(path)
-        _, life = _mark_in(data)
+        if data is None:
+            return None
+        number, life = _mark_in(data)
         self._life = max(self._life, life + 1)  # clocks differ between machines
-        try:
-            tensors = load(data)
-            values = json.loads(tensors.pop(_HEADER).tobytes())
-            if _checksums(tensors) != values["checksum"]:
-                return None
-            return values["number"], (values["header"], tensors)
-        except (SafetensorError, ValueError, KeyError):
-            return None  # cut short: the other slot is whole
+        with reading(path, "Put a copy back, or remove it.", CheckpointError):
+            tensors = TensorFile(data).tensors()
+            return number, (json.loads(tensors.pop(_HEADER).tobytes()), tensors)
 
     def _mark(self, path: str) -> tuple[int, int]:
         """Return the number and the life of what was last written to a slot, whole or not."""
         try:
-            return _mark_in(self._bytes(path, _BEGINNING))
+            return _mark_in(self._bytes(path, _BEGINNING) or b"")
         except CheckpointError:  # some have no part of a file that is empty
-            return _mark_in(self._bytes(path))
+            return _mark_in(self._bytes(path) or b"")
 
-    def _bytes(self, path: str, most: int | None = None) -> bytes:
-        """Return what a file begins with; nothing if it is not there."""
+    def _bytes(self, path: str, most: int | None = None) -> bytes | None:
+        """Return what a file begins with; None if it is not there."""
         try:
             if self._fs is not None:
                 part = {} if most is None else {"start": 0, "end": most}
                 return bytes(self._fs.cat_file(path, **part))
-            with Path(path).open("rb") as file:
+            with open_regular(Path(path)) as file:
                 return file.read(-1 if most is None else most)
         except FileNotFoundError:
-            return b""
+            return None
         except Exception as error:  # each file system has errors of its own
             raise _cannot("read", path, error) from error
 
@@ -153,15 +164,10 @@ class Storage:
 def _mark_in(data: bytes) -> tuple[int, int]:
     """Return the number and the life that a file was written with; zeros if there are none."""
     try:
-        end = 8 + int.from_bytes(data[:8], "little")  # as safetensors' format says
-        metadata = json.loads(data[8:end])["__metadata__"]
+        metadata = read_metadata(data)
         return int(metadata["number"]), int(metadata["life"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, RecursionError):
         return 0, 0
-
-
-def _checksums(tensors: Mapping[str, Any]) -> dict[str, int]:
-    return {name: zlib.crc32(tensor.reshape(-1)) for name, tensor in tensors.items()}
 
 
 def _cannot(what: str, place: str, error: Exception) -> CheckpointError:
