@@ -8,6 +8,7 @@ from springline.center import LocalCenter, SharedCenter
 from springline.center.errors import (
     CenterError,
     CheckpointError,
+    DamagedError,
     EndedError,
     LayoutError,
     NonFiniteError,
@@ -26,6 +27,7 @@ __all__ = [
     "AGN",
     "CenterError",
     "CheckpointError",
+    "DamagedError",
     "ElasticAverage",
     "EndedError",
     "LayoutError",

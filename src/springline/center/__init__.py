@@ -4,6 +4,7 @@ from springline.center.center import Center, Local, Member, Progress
 from springline.center.errors import (
     CenterError,
     CheckpointError,
+    DamagedError,
     LayoutError,
     NonFiniteError,
     RankError,
@@ -18,6 +19,7 @@ __all__ = [
     "Center",
     "CenterError",
     "CheckpointError",
+    "DamagedError",
     "Layout",
     "LayoutError",
     "Local",
