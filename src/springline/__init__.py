@@ -16,6 +16,7 @@ from springline.center.errors import (
     RoundTimeoutError,
     SettingsError,
     TakenOverError,
+    TokenError,
 )
 from springline.progress import log, report, start_step, steps
 from springline.rules import AGN, ElasticAverage, ModelAverage
@@ -39,6 +40,7 @@ __all__ = [
     "SettingsError",
     "SharedCenter",
     "TakenOverError",
+    "TokenError",
     "Worker",
     "directory",
     "log",
