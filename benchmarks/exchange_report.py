@@ -153,7 +153,7 @@ def checks(rows: Sequence[Row]) -> Iterator[Check]:
     for rule in RULES:
         cases = [row for row in done if row.case.rule == rule]
         over = max(row.center_nbytes - row.case.center_nbytes for row in cases)
-        slots = " and one per worker" if RULES[rule](1).synchronous else ""
+        slots = " and one per worker" if RULES[rule](1).rounds else ""
         yield Check(
             f"memory of a center, {rule}",
             f"the model{slots}, nothing more",

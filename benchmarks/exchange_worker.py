@@ -61,7 +61,7 @@ class Case:
     @property
     def center_nbytes(self) -> int:
         """Bytes that the center should have: the model, and for averaging a slot per worker."""
-        slots = self.workers if RULES[self.rule](1).synchronous else 0
+        slots = self.workers if RULES[self.rule](1).rounds else 0
         return (1 + slots) * self.nbytes
 
 
@@ -135,7 +135,7 @@ def work(case: Case, rank: int, directory: Path, meeting: Meeting, results: Conn
             times.together.append(meeting.all_at_once(case.each, copy, True, case.workers))
         # Workers of a synchronous rule wait for each other in every exchange.
         times.exchange.append(
-            meeting.all_at_once(case.each, exchange, not rule.synchronous, case.workers)
+            meeting.all_at_once(case.each, exchange, not rule.rounds, case.workers)
         )
     times.allocated = _allocated(exchange)
     times.step = _step(worker, {} if rule.accumulates else parts)

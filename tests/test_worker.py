@@ -141,7 +141,7 @@ def test_without_penalty_nothing_is_kept_or_computed():
     worker = Worker(model(), ElasticAverage(rho=0.0))
     gradients = ones(worker)
     worker.observe(gradients)
-    assert worker.local.copy is None
+    assert worker.local.base is None
     assert (gradients["w"] == 1).all()
 
 

@@ -34,7 +34,7 @@ class Replicas:
         self._entries = entries[:_ENTRIES]
         self._last: NDArray[Any] | None = None  # what it had after the last round
         self._same = 0
-        self.done = not rule.synchronous or rule.workers < 2
+        self.done = not rule.rounds or rule.workers < 2
 
     def look(self, x: Bytes) -> NDArray[Any]:
         """Return a few values of many parameters."""

@@ -113,7 +113,7 @@ class Worker:
         self.parameters = InPlace({name: arrays[name] for name in parameters})
         self.buffers = InPlace({name: arrays[name] for name in buffers or {}})
         self._a = self.layout.views(self.local.a) if self.local.a is not None else {}
-        self._copy = self.layout.views(self.local.copy) if self.local.copy is not None else {}
+        self._base = self.layout.views(self.local.base) if self.local.base is not None else {}
         self._work = np.empty(0, np.uint8)
         self.local_step = 0
         self.exchanges = 0
@@ -129,7 +129,7 @@ class Worker:
             self.member = center.join(rank, rule, timeout)
             self.start_step = self.member.start_step
             self.take_center()
-            if rule.synchronous if synchronous is None else synchronous:
+            if self.in_rounds if synchronous is None else synchronous:
                 self.member.barrier()
         except BaseException:
             if made_here:
@@ -149,7 +149,7 @@ class Worker:
     @property
     def in_rounds(self) -> bool:
         """Whether an exchange waits for all workers."""
-        return self.center.in_rounds(self.rule)
+        return self.center.plan.rounds
 
     @property
     def bytes_exchanged(self) -> int:
@@ -159,8 +159,8 @@ class Worker:
     def take_center(self) -> None:
         """`x ← c`, `c̃ ← c`, `a ← 0`: as before the first step."""
         self.center.read(self.local.x)
-        if self.local.copy is not None:
-            np.copyto(self.local.copy, self.local.x)
+        if self.local.base is not None:
+            np.copyto(self.local.base, self.local.x)
         self.local.forget_gradients()
         self.exchanged_at = self.local_step
         self._narrow_down()
@@ -186,8 +186,8 @@ class Worker:
         first = self.member.seal(self.local.x, mark, changed)
         self.begun = True
         if first is None:
-            if self.local.copy is not None:
-                np.copyto(self.local.copy, self.local.x)
+            if self.local.base is not None:
+                np.copyto(self.local.base, self.local.x)
             return True
         elsewhere = changed or not (self.member.was_sealed or first == mark)
         if not elsewhere or (self._keep_own and changed):
@@ -208,12 +208,12 @@ class Worker:
         Elastic averaging with ρ > 0 adds `ρ(x − c̃)` to them, in place. AGN accumulates them; a
         parameter that is not among them had no gradient in this step.
         """
-        if self._copy or self._a:
+        if self._base or self._a:
             checks.gradients(gradients, self.parameters)
-        if self._copy:
+        if self._base:
             for name, g in gradients.items():
                 x = self.parameters[name]
-                self.rule.penalize(g, x, self._copy[name], self._room_like(self._copy[name]))
+                self.rule.penalize(g, x, self._base[name], self._room_like(self._base[name]))
         if self._a:
             local, index = self.local, self.layout.index
             for name, g in gradients.items():
@@ -350,8 +350,8 @@ class Worker:
     def _check_observed(self) -> None:
         if self.rule.accumulates and not self.local.gradients:
             raise RuntimeError(
-                "AGN sends gradients, but `observe` was not called since the last exchange. "
-                "Call `worker.observe(gradients)` in every step."
+                f"The rule {self.rule.name!r} sends gradients, but `observe` was not called since "
+                "the last exchange. Call `worker.observe(gradients)` in every step."
             )
 
     def _narrow_down(self) -> None:

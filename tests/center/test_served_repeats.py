@@ -10,8 +10,8 @@ from served import Lost, message, worker
 from springline import AGN, ElasticAverage, ModelAverage
 from springline.center import CenterError, NonFiniteError
 from springline.center.served import book
-from springline.center.served.merger import Merger
 from springline.center.served.peer import PeerLostError
+from springline.center.served.steps import Steps
 from springline.rules import SGD
 
 WORKERS, EXCHANGES = 3, 30
@@ -184,15 +184,12 @@ def test_a_repeat_of_what_was_refused_is_refused(serve):
     assert shard.exchange(message(0, 1, -3e38)).refused == 0
 
 
-@pytest.mark.parametrize("use_locking", [True, False])
-def test_a_retry_that_comes_while_the_exchange_is_applied_waits_for_it(
-    serve, monkeypatch, use_locking
-):
+def test_a_retry_that_comes_while_the_exchange_is_applied_waits_for_it(serve, monkeypatch):
     """The call is said to be lost while the shard, which is slow, goes on with it."""
-    service = serve(ElasticAverage(period=1, moving_rate=0.25), shards=1, use_locking=use_locking)
+    service = serve(ElasticAverage(period=1, moving_rate=0.25), shards=1)
     one = worker(service)
     shard, began, retried = service.shards[0], threading.Event(), threading.Event()
-    ask, apply, asked = shard.ask, Merger.apply, []
+    ask, apply, asked = shard.ask, Steps.exchange, []
 
     def lose(method, *arguments):
         asked.append(method)
@@ -209,7 +206,7 @@ def test_a_retry_that_comes_while_the_exchange_is_applied_waits_for_it(
         return apply(*arguments)
 
     monkeypatch.setattr(shard, "ask", lose)
-    monkeypatch.setattr(Merger, "apply", slow)
+    monkeypatch.setattr(Steps, "exchange", slow)
     one.parameters["w"][:] = 4
     one.exchange()
     assert asked == ["exchange", "exchange"]

@@ -9,9 +9,9 @@ from served import message, worker
 from springline import ModelAverage
 from springline.center import CenterError
 from springline.center.errors import TakenOverError
-from springline.center.served.merger import Merger
 from springline.center.served.messages import ClosedRound
 from springline.center.served.peer import PeerLostError
+from springline.center.served.steps import Steps
 
 WORKERS = 3
 VALUES = {"w": np.zeros(200_000, np.float32), "b": np.zeros(5, np.float32)}
@@ -66,16 +66,16 @@ def test_a_shard_is_started_again_between_contribution_and_mean(serve, tmp_path,
 
 def test_a_shard_is_started_again_while_it_makes_the_mean(serve, tmp_path, together, monkeypatch):
     service = serve(storage=str(tmp_path / "store"))
-    workers, old, plain = all_workers(service), service.shards[0].target, Merger.merge_round
+    workers, old, plain = all_workers(service), service.shards[0].target, Steps.round
     meet(workers, together, 0)
 
-    def die(merger, messages):
-        if merger is old._merger:
+    def die(steps, messages, number):
+        if steps is old._steps:
             service.shards[0].target = service.make[0]()
             raise PeerLostError("the shard has died")
-        plain(merger, messages)
+        return plain(steps, messages, number)
 
-    monkeypatch.setattr(Merger, "merge_round", die)
+    monkeypatch.setattr(Steps, "round", die)
     meet(workers, together, 1)
     assert service.shards[0].target is not old
 

@@ -5,12 +5,14 @@ A test names what it needs (`on`, `each`) and runs on every kind that declares i
 
 import sys
 import time
+from functools import partial
 from multiprocessing import parent_process
 
 import numpy as np
 import pytest
 import ray
 
+from own_rules import Ahead, EveryFourth, MeanOfPseudoGradients, Pushes, Stale
 from ray_cluster import end_center
 from served import Service
 from springline import AGN, ElasticAverage, LocalCenter, ModelAverage, SharedCenter, Worker
@@ -20,7 +22,7 @@ from springline.center.plan import CLOSED, CONTRIBUTED, Plan
 from springline.center.ray import RayCenter
 from springline.center.served.center import ServedCenter
 from springline.center.served.peer import Call
-from springline.rules import SGD, Adagrad, Adam, Momentum
+from springline.rules import SGD, Adagrad, Adam, Momentum, Nesterov
 
 PATIENCE = 120.0  # seconds: on a busy machine Ray takes a while to start an actor
 RULES = {
@@ -30,7 +32,18 @@ RULES = {
     "agn-momentum": lambda **k: AGN(optimizer=Momentum(0.5), **k),
     "agn-adagrad": lambda **k: AGN(optimizer=Adagrad(0.5), **k),
     "agn-adam": lambda **k: AGN(optimizer=Adam(0.5), **k),
+    **{
+        f"{rule.__name__}-{outer.kind}": partial(rule, optimizer=outer)
+        for rule, outers in (
+            (MeanOfPseudoGradients, (SGD(0.5), Nesterov(0.5, 0.5), Adam(0.1), Ahead())),
+            (Pushes, (SGD(0.5), Momentum(0.5, 0.5), Adagrad(0.5), EveryFourth(), Ahead())),
+            (Stale, (SGD(0.5),)),
+        )
+        for outer in outers
+    },
 }
+LOCK_FREE = "elastic", "average", "agn-sgd", "Pushes-sgd"
+IN_ROUNDS = tuple(name for name, rule in RULES.items() if rule().rounds or name == "elastic")
 
 
 class Place:
@@ -38,15 +51,19 @@ class Place:
 
     Attributes:
         center: its class.
+        asynchronous: whether exchanges without rounds are possible.
+        synchronous: whether rounds are.
         by_path: whether any process can open it by its path.
         joinable: whether workers may come and go while others train.
-        merges_here: whether `merge` runs in the process of the worker.
+        steps_here: whether steps run in the process of the worker.
     """
 
     center: type
+    asynchronous = True
+    synchronous = True
     by_path = False
     joinable = True
-    merges_here = True
+    steps_here = True
 
     def __init__(self, path):
         self.path = path
@@ -54,6 +71,11 @@ class Place:
 
     def make(self, layout, rule, values, use_locking=True, restore=None):
         raise NotImplementedError
+
+    @staticmethod
+    def takes(rule):
+        """Whether it can be made with a rule."""
+        return True
 
     @staticmethod
     def open(path):
@@ -110,7 +132,7 @@ class Local(InMemory):
 
 class Served(Place):
     center = ServedCenter
-    merges_here = False
+    steps_here = False
 
     def __init__(self, path):
         super().__init__(path)
@@ -158,7 +180,7 @@ class OnRay(Place):
 
     center = RayCenter
     by_path = True
-    merges_here = False
+    steps_here = False
 
     def __init__(self, path):
         super().__init__(path)
@@ -166,7 +188,7 @@ class OnRay(Place):
         self.others = []
 
     def make(self, layout, rule, values, use_locking=True, restore=None):
-        if rule.outer and not type(rule.outer).__module__.startswith("springline"):
+        if not type(rule.outer).__module__.startswith("springline"):
             # The actors cannot import a test.
             ray.cloudpickle.register_pickle_by_value(sys.modules[type(rule.outer).__module__])
         options = {"use_locking": use_locking, "restore": restore, "shards": 2, "token": self.name}
@@ -231,7 +253,7 @@ def each(*names, fixed=()):
         _marked(kind, name)
         for kind, place in KINDS.items()
         for name in names or RULES
-        if place.center.takes(RULES[name]()) and (place.joinable or name in fixed)
+        if place.takes(RULES[name]()) and (place.joinable or name in fixed)
     ]
     return pytest.mark.parametrize(("place", "name"), cases, indirect=["place"])
 

@@ -16,7 +16,12 @@ class Grouped(Place):
     """All ranks of a process group, each a thread with a backend of its own."""
 
     center = CollectiveCenter
+    asynchronous = False
     joinable = False
+
+    @staticmethod
+    def takes(rule):
+        return not rule.accumulates
 
     def make(self, layout, rule, values, use_locking=True, restore=None, rank=0, store=None):
         seconds = timedelta(seconds=30)

@@ -1,14 +1,11 @@
 """AGN's outer optimizer lives in the center: whole parameters, own rates, skipped ones."""
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import numpy as np
 from centers import model, on
 from safetensors.numpy import load_file
 
 from springline import AGN
-from springline.rules import SGD, Adam
+from springline.rules import SGD, Adam, Outer
 from springline.rules.reference import Twin
 
 
@@ -58,27 +55,24 @@ def test_learning_rates_travel_with_the_message(place):
     assert float(one.parameters["v"][0]) == -1.5
 
 
-@dataclass(frozen=True)
-class Normalised:
+class Normalised(Outer):
     """`c ← c − ηg/‖g‖` over the whole parameter, and a sum of `g` per row."""
 
-    learning_rate: float = 1.0
-    elementwise: ClassVar[bool] = False
-    alone: ClassVar[bool] = False
+    kind = "normalised"
+    stateless = False
+    whole = True
+    learning_rate = 1.0
 
     def settings(self):
-        return {"kind": "normalised"}
+        return {"kind": self.kind}
 
     def state(self, name, shape):
         return {"rows": (shape[:1], 0.0)}
 
-    def advance(self, state):
-        """It counts nothing."""
-
-    def step(self, name, c, g, state, rate, work):
-        state["rows"] += g.sum(axis=1)
-        np.multiply(g, rate / np.linalg.norm(g), out=work)
-        np.subtract(c, work, out=c)
+    def step(self, now, g, exchange, then):
+        np.add(now.state["rows"], g.sum(axis=1), out=then.state["rows"])
+        np.multiply(g, exchange.rate / np.linalg.norm(g), out=then.c)
+        np.subtract(now.c, then.c, out=then.c)
 
 
 @on("asynchronous")

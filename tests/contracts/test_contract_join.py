@@ -25,7 +25,7 @@ def test_the_second_takes_the_values_of_the_first(place, name):
 
 @on(fixed=True)
 def test_read_and_values_are_copies(place):
-    rule = RULES["average" if not place.center.asynchronous else "elastic"]()
+    rule = RULES["average" if not place.asynchronous else "elastic"]()
     center = place.make(Layout.of(FIRST), rule, FIRST)
     buffer = center.layout.allocate()
     assert center.read(buffer) is buffer

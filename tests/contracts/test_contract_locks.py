@@ -12,35 +12,46 @@ import torch
 from centers import KINDS, model, on
 
 from springline import AGN, Worker
-from springline.center import Layout
-from springline.rules import SGD, Adagrad, Adam, Momentum, Rule
-from springline.rules.rule import CenterBlock
+from springline.center import Layout, SettingsError
+from springline.rules import SGD, Adagrad, Adam, Momentum, Nesterov, Outer, Rule
 from springline.torch.outer import TorchOuter
 
 START = model(v=[0, 0, 0, 0])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Meeting(Rule):
-    """`c ← c + x`; between reading `c` and writing it, the worker tries to meet the other."""
+@dataclass(frozen=True)
+class Add(Outer):
+    """`c ← c + m`; between reading `c` and writing it, the worker tries to meet the other."""
 
     meet: Callable[[], object]
-    met: list = field(default_factory=list)
-    name: ClassVar[str] = "meeting"
+    met: list
+    kind = "add"
 
-    def contribute(self, local, c, gradients):
-        return local.x
-
-    def merge(self, center, messages, rate):
-        read = center.c.copy()
+    def step(self, now, g, exchange, then):
+        np.add(now.c, g, out=then.c)
         try:
             self.meet()
             self.met.append(True)
         except threading.BrokenBarrierError:
             self.met.append(False)
-        np.add(read, messages[0], out=center.c)
 
-    def adopt(self, local, message, c):
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting(Rule):
+    """Adds `x` to the center."""
+
+    meet: Callable[[], object]
+    met: list = field(default_factory=list)
+    name: ClassVar[str] = "meeting"
+
+    @property
+    def outer(self):
+        return Add(self.meet, self.met)
+
+    def contribute(self, x, a, base, n, out):
+        return x
+
+    def adopt(self, x, base, c, work):
         """Keep `x`."""
 
 
@@ -50,7 +61,7 @@ def seconds(use_locking):
 
 
 @pytest.mark.parametrize("use_locking", [True, False])
-@on("asynchronous", "merges_here")
+@on("asynchronous", "steps_here")
 def test_threads_lose_updates_only_without_locks(place, use_locking, together):
     barrier = threading.Barrier(2, timeout=seconds(use_locking))
     rule = Meeting(workers=2, meet=barrier.wait)
@@ -62,43 +73,24 @@ def test_threads_lose_updates_only_without_locks(place, use_locking, together):
     np.testing.assert_array_equal(workers[0].center.values()["v"], 2 if use_locking else 1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class MeetingOuter(SGD):
-    """An outer optimizer that tries to meet the other in its step."""
-
-    meet: Callable[[], object]
-    met: list = field(default_factory=list)
-    alone: bool
-
-    def settings(self):
-        return {"kind": "meeting"}
-
-    def step(self, *arguments):
-        Meeting.merge(self, CenterBlock(arguments[1], arguments[5]), (np.float32(1),), 0.0)
+@pytest.mark.parametrize("outer", [Momentum, Nesterov, Adagrad, Adam])
+@on("asynchronous")
+def test_outer_optimizers_with_state_are_refused_without_locks(place, outer):
+    with pytest.raises(SettingsError, match=f"'{outer.kind}' must take its steps one at a time"):
+        place.worker(START, AGN(optimizer=outer(0.1)), use_locking=False)
 
 
-@pytest.mark.parametrize("alone", [True, False])
-@on("asynchronous", "merges_here")
-def test_an_outer_optimizer_that_must_be_alone_is_without_locks_too(place, alone, together):
-    barrier = threading.Barrier(2, timeout=seconds(alone))
-    outer = MeetingOuter(1.0, meet=barrier.wait, alone=alone)
-    workers = place.workers(START, AGN(workers=2, optimizer=outer), use_locking=False)
-    for worker in workers:
-        worker.observe({"v": np.ones(4, np.float32)})
-    together(*[w.exchange for w in workers])
-    assert outer.met == [not alone] * 2
-    np.testing.assert_array_equal(workers[0].center.values()["v"], 2 if alone else 1)
+def test_what_of_torch_has_state():
+    for kind, options, stateless in (
+        (torch.optim.SGD, {}, True),
+        (torch.optim.SGD, {"momentum": 0.9}, False),
+        (torch.optim.AdamW, {}, False),
+    ):
+        inner = kind([torch.zeros(1)], lr=0.1, **options)
+        assert TorchOuter(inner, {"v": inner.defaults}).stateless == stateless
 
 
-def test_who_must_be_alone():
-    """Moments that are from two steps at once throw a parameter far away."""
-    assert [outer(0.1).alone for outer in (SGD, Momentum, Adagrad, Adam)] == [False] * 3 + [True]
-    for kind, alone in ((torch.optim.SGD, False), (torch.optim.AdamW, True)):
-        inner = kind([torch.zeros(1)], lr=0.1)
-        assert TorchOuter(inner, {"v": inner.defaults}).alone == alone
-
-
-@on("asynchronous", "merges_here")
+@on("asynchronous", "steps_here")
 def test_two_threads_of_one_worker_take_turns(place, together):
     rule = Meeting(meet=threading.Barrier(2, timeout=0.3).wait)
     worker = place.worker(START, rule, use_locking=False)
@@ -124,7 +116,7 @@ def kind_of(place):
 
 
 @pytest.mark.parametrize("use_locking", [True, False])
-@on("asynchronous", "by_path", "merges_here")
+@on("asynchronous", "by_path", "steps_here")
 def test_processes_lose_updates_only_without_locks(place, use_locking, start):
     rule = Meeting(workers=2, meet=list)
     center = place.make(Layout.of(START), rule, START, use_locking=use_locking)

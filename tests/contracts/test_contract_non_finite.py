@@ -48,7 +48,7 @@ def test_a_bad_block_is_not_applied(place, name, value, tensor, index, together)
             bad.exchange()
 
     before = good.center.values()
-    if good.rule.synchronous:
+    if good.rule.rounds:
         together(refused, good.exchange)
         expected = {**good.parameters, **good.buffers}
         assert expected["first"][0] == VALUES["first"][0] + 1
@@ -62,7 +62,7 @@ def test_a_bad_block_is_not_applied(place, name, value, tensor, index, together)
         np.testing.assert_array_equal(after[tensor][near], before[tensor][near])
     assert bad.local.gradients == 0
     assert not bad.local.seen.any()
-    assert good.center.version == int(good.rule.synchronous)
+    assert good.center.version == int(good.rule.rounds)
 
     bad.take_center()
     prepare(workers)
@@ -120,7 +120,7 @@ def test_huge_values_are_taken_where_the_result_is_finite(place, name, together)
 def test_a_difference_that_overflows_is_refused(place, name):
     worker = place.worker(model(u=[1], v=[-3e38]), RULES[name]())
     worker.parameters["v"][:] = 3e38
-    with pytest.raises(NonFiniteError, match="Parameter 'v'"):
+    with pytest.raises(NonFiniteError, match="'v'"):
         worker.exchange()
     np.testing.assert_array_equal(worker.center.values()["v"], np.float32(-3e38))
 
@@ -158,5 +158,6 @@ def test_what_was_exchanged_before_a_bad_block_stays_with_both(place, dtype):
     worker.parameters["b"][-1] = np.nan
     with pytest.raises(NonFiniteError, match="Parameter 'b'"):
         worker.exchange()
-    np.testing.assert_array_equal(worker.center.values()["a"], 1)
-    np.testing.assert_array_equal(worker.parameters["a"], 3)
+    moved = 1 if place.steps_here else 0  # else nothing was sent
+    np.testing.assert_array_equal(worker.center.values()["a"], moved)
+    np.testing.assert_array_equal(worker.parameters["a"], 4 - moved)

@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from centers import RULES, each, model, on, wait_for
+from centers import KINDS, RULES, each, model, on, wait_for
 
 from served import Call, Service
 from springline import Worker
@@ -28,7 +28,7 @@ def has(arrays, values):
 
 def begin_all(workers, together):
     """Let all begin, rank 0 first where they need not be there at once."""
-    if workers[0].center.asynchronous:
+    if not isinstance(workers[0].center, KINDS["collective"].center):
         return [worker.begin() for worker in workers]
     return together(*[worker.begin for worker in workers])
 

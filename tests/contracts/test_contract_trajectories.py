@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from centers import RULES, each, exchange_all, on
+from centers import IN_ROUNDS, RULES, each, exchange_all, on
 
 from recorded import RECORDED, gradient, rows, rule_of, schedule_of, start, twin_of
 from springline.center import Layout, LayoutError
@@ -74,7 +74,7 @@ def test_recorded_synchronous(place, run, together):
     follow(place, run, together)
 
 
-@each(fixed=("elastic", "average"))
+@each(fixed=IN_ROUNDS)
 def test_buffers_follow_the_twin(place, name, together):
     rule = RULES[name](workers=2, period=1)
     buffers = {"mean": np.zeros(3, np.float32), "var": np.ones((2, 2))}
@@ -104,7 +104,7 @@ def test_buffers_follow_the_twin(place, name, together):
 LARGE = {"w": (300, 500), "b": (7,), "d": (70_000,), "v": (400_000,)}
 
 
-@each(fixed=("elastic", "average"))
+@each(fixed=IN_ROUNDS)
 def test_large_models_follow_the_twin(place, name, together):
     """Several shards, several blocks in each; in a round every worker reduces some of them."""
     rng = np.random.default_rng(0)
@@ -114,12 +114,12 @@ def test_large_models_follow_the_twin(place, name, together):
     workers, inner = place.workers(values, rule), Optimizer(SGD(0.1))
 
     def outwards(rank, step, x):
-        return {k: x[k] * (rank - 1) for k in x}
+        return {k: x[k] * (rank - 0.5) for k in x}
 
     twin = Twin(rule, values, SGD(0.1), outwards, together=workers[0].in_rounds)
     for ranks in twin.run([[0, 1, 2]] * 3):
         for rank in ranks:
-            gradients = {k: x * (rank - 1) for k, x in workers[rank].parameters.items()}
+            gradients = {k: x * (rank - 0.5) for k, x in workers[rank].parameters.items()}
             workers[rank].observe(gradients)
             inner.step(workers[rank].parameters, gradients)
         exchange_all(workers, together)

@@ -8,6 +8,7 @@ from itertools import combinations, product
 
 import numpy as np
 
+from own_rules import EveryFourth, MeanOfPseudoGradients, Pushes, Rolling
 from springline.rules import AGN, SGD, ElasticAverage, ModelAverage
 
 WORKERS = 3
@@ -165,4 +166,53 @@ class Agn:
         assert low <= found[0] <= found[1] <= high, f"{found} is not within {low} and {high}"
 
 
-SUBJECTS = {"elastic": Elastic, "average": Average, "agn": Agn}
+class Own:
+    """A rule of the tests' own whose outer optimizer has state; every worker contributes 1.
+
+    So each element of the center tells how many steps it has taken. A step that was made twice, in
+    part, or with the state of another one is seen at once.
+    """
+
+    first = 0.0
+
+    def __init__(self, locking):
+        assert locking, "an outer optimizer with state needs locks"
+
+    def before(self, worker):
+        for x in worker.parameters.values():
+            np.subtract(x, 1, out=x)
+
+    def after(self, worker):
+        """The center tells it all."""
+
+    def check(self, seen):
+        low, high = self.steps(seen)
+        counts = np.arange(max(0, low), high + 1)
+        allowed = self.rule.outer.after(counts)
+        for name, c in seen.values.items():
+            wrong = ~np.isin(c, allowed)
+            assert not wrong.any(), f"{c[wrong][:5]} in {name!r}, not {allowed}"
+
+
+class Rounds(Own):
+    """Every round is one step, whoever is in it."""
+
+    rule = MeanOfPseudoGradients(period=1, workers=WORKERS, optimizer=Rolling())
+
+    def steps(self, seen):
+        before, after = seen.versions
+        return before - 1 if seen.live else before, after
+
+
+class Pushed(Own):
+    """Every exchange is one step; of one whose worker was killed some blocks may have it."""
+
+    rule = Pushes(period=1, workers=WORKERS, optimizer=EveryFourth())
+
+    def steps(self, seen):
+        under_way = WORKERS if seen.live else 0
+        low, high = seen.exchanges
+        return low.sum(), high.sum() + seen.interrupted.sum() + under_way
+
+
+SUBJECTS = {"elastic": Elastic, "average": Average, "agn": Agn, "rounds": Rounds, "pushes": Pushed}

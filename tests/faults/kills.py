@@ -21,6 +21,7 @@ from springline.center.place import TMPFS
 from springline.center.plan import EXCHANGES, STEPS
 
 NURSERY = Path(__file__).with_name("nursery.py")
+_PATH = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # the tests' own rules
 LONGEST_WAIT = 1.0  # seconds between two exchanges of a live worker
 PATIENCE = 20.0  # seconds for what has no bound of its own
 
@@ -47,7 +48,7 @@ class Drill:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"} | _PATH,
             start_new_session=True,
         )
 

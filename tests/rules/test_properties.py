@@ -8,15 +8,25 @@ from hypothesis.extra.numpy import arrays
 
 from springline import LocalCenter, Worker
 from springline.center import Layout, Local
-from springline.rules import AGN, SGD, Adagrad, Adam, ElasticAverage, ModelAverage, Momentum
+from springline.rules import (
+    AGN,
+    SGD,
+    Adagrad,
+    Adam,
+    ElasticAverage,
+    ModelAverage,
+    Momentum,
+    Nesterov,
+)
+from springline.rules.outer import Exchange, Point
 from springline.rules.reference import Optimizer, Twin
-from springline.rules.rule import CenterBlock, is_finite
+from springline.rules.rule import is_finite, reduce
 
 N = 5
 values = arrays(np.float64, N, elements=st.floats(-100, 100))
 anything = arrays(np.float32, N, elements=st.floats(width=32))
 rates = st.floats(0.01, 1.0)
-OUTERS = [SGD(0.1), Momentum(0.1), Adagrad(0.1), Adam(0.1)]
+OUTERS = [SGD(0.1), Momentum(0.1), Nesterov(0.1), Adagrad(0.1), Adam(0.1)]
 
 
 def exchange_once(rule, x, c):
@@ -35,42 +45,60 @@ def test_an_elastic_exchange_conserves_the_sum(x, c, α):
     assert (np.abs(x2 - c2) <= np.abs(x - c) + 1e-12).all()
 
 
-@given(x=values, c=values, moved=values, α=rates)
-def test_the_sum_is_conserved_even_if_the_center_moves_meanwhile(x, c, moved, α):
+@given(x=values, c=values, α=rates)
+def test_an_elastic_swap_is_what_the_verbs_give(x, c, α):
     rule = ElasticAverage(moving_rate=α)
-    layout = Layout.of({"v": x})
-    block = LocalCenter(layout, rule, {"v": c}).join(0, rule)
-    local = Local(layout, rule)
-    layout.write(local.x, {"v": x})
-    block._bind(local)
-    one = block._shards[0][0]
-    δ = rule.contribute(one.local, one.center.c, 0)
-    one.center.c += moved
-    rule.merge(one.center, [δ], 0.0)
-    rule.adopt(one.local, δ, one.center.c)
-    np.testing.assert_allclose(one.local.x + one.center.c, x + c + moved, rtol=0, atol=1e-12)
+    mine, center, none = x.copy(), c.copy(), np.empty(0)
+    assert rule.swap(mine, none, center, np.empty(N))
+    m = rule.contribute(x, none, none, 0, np.empty(N))
+    then = Point(np.empty(N), {})
+    rule.outer.step(Point(c, {}), m, Exchange(), then)
+    rule.adopt(x, none, c, np.empty(N))
+    np.testing.assert_array_equal(mine, x)
+    np.testing.assert_array_equal(center, then.c)
+
+
+def mean(messages):
+    return reduce(messages, [1.0] * len(messages), np.zeros(N, messages[0].dtype), np.empty(N))
 
 
 @given(xs=st.lists(values, min_size=1, max_size=5), order=st.randoms())
 def test_averaging_does_not_depend_on_the_order(xs, order):
-    def mean(messages):
-        block = CenterBlock(np.zeros(N), np.zeros(N))
-        ModelAverage().merge(block, messages, 0.0)
-        return block.c
-
     shuffled = list(xs)
     order.shuffle(shuffled)
     np.testing.assert_allclose(mean(shuffled), mean(xs), rtol=0, atol=1e-12)
     np.testing.assert_allclose(mean(xs), np.mean(xs, axis=0), rtol=0, atol=1e-12)
 
 
+@given(xs=st.lists(values, min_size=1, max_size=4), weight=rates)
+def test_a_weighted_mean_is_the_mean_of_weighted_messages(xs, weight):
+    found = reduce(xs, [weight] * len(xs), np.zeros(N), np.empty(N))
+    np.testing.assert_allclose(found, weight * np.mean(xs, axis=0), rtol=0, atol=1e-12)
+
+
 @given(xs=st.lists(anything, min_size=2, max_size=4))
 def test_the_mean_of_finite_values_is_finite(xs):
     xs = [np.nan_to_num(x) for x in xs]
-    block = CenterBlock(np.zeros(N, np.float32), np.zeros(N, np.float32))
+    work = np.empty(N, np.float32)
     with np.errstate(over="raise", invalid="raise"):
-        ModelAverage().merge(block, xs, 0.0)
-    assert np.isfinite(block.c).all()
+        found = reduce(xs, [1.0] * len(xs), np.zeros(N, np.float32), work)
+    assert np.isfinite(found).all()
+
+
+@given(point=values, g=values)
+@pytest.mark.parametrize("outer", OUTERS, ids=lambda o: o.kind)
+def test_a_step_writes_nothing_but_the_next_point(outer, point, g):
+    state = {k: np.full(shape, first) for k, (shape, first) in outer.state("v", (N,)).items()}
+    now = Point(point, state)
+    before = point.copy(), {k: v.copy() for k, v in state.items()}, g.copy()
+    then = Point(np.full(N, np.nan), {k: np.full_like(v, np.nan) for k, v in state.items()})
+    outer.step(now, g, Exchange(rate=0.1), then)
+    np.testing.assert_array_equal(point, before[0])
+    np.testing.assert_array_equal(g, before[2])
+    for key, array in state.items():
+        np.testing.assert_array_equal(array, before[1][key])
+        assert np.isfinite(then.state[key]).all()
+    assert np.isfinite(then.c).all()
 
 
 @given(x=anything)

@@ -74,7 +74,7 @@ def test_half_precision_with_a_penalty(dtype):
     model = Bag(w=torch.ones(4, dtype=dtype))
     opt = wrap("elastic", sgd(model, 0.0), 9, model=model, rho=0.5)
     step(model, opt)
-    opt.worker.local.copy.view("float32")[:4] = 1.001  # as after an exchange
+    opt.worker.local.base.view("float32")[:4] = 1.001  # as after an exchange
     opt.zero_grad()
     model.loss().backward()
     opt.step()

@@ -1,36 +1,159 @@
-"""A rule's blocks in a center's memory, or in a part of it, and in a worker's buffers."""
+"""The four verbs over the blocks of a center: written here once, for every center."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from springline.center.errors import AFTER_NAN, NonFiniteError
-from springline.center.layout import Bytes, Layout, Run, aligned_zeros
+from springline.center.layout import BLOCK, Bytes, Layout, Run, aligned, aligned_zeros
 from springline.center.plan import Plan
 from springline.rules.buffers import buffer_rule
-from springline.rules.rule import CenterBlock, LocalBlock, Rule, size
+from springline.rules.outer import Exchange, Outer, Point
+from springline.rules.rule import Rule, reduce, size
 
-State = Mapping[int, Mapping[str, NDArray[Any]]]  # by parameter and key
+Array = NDArray[Any]
+State = Mapping[int, Mapping[str, Array]]  # by parameter and key
+ERRORS: Mapping[str, Any] = {"over": "raise", "invalid": "raise", "divide": "raise"}
+_NONE: Array = np.empty(0)
 
 
 @dataclass(slots=True)
 class Block:
-    """The two sides of a block, and the rule for it."""
+    """The center's side of a block, and the rule for it."""
 
     run: Run
     rule: Rule
-    local: LocalBlock
-    center: CenterBlock
+    outer: Outer
+    name: str  # the parameter, where a block belongs to one
+    now: Point  # views of the center's memory
+    then: Point  # scratch for the point after a step
+    work: Array  # more scratch
+
+    @property
+    def direct(self) -> bool:
+        """Whether a step is written straight into `c`, since it can be made again."""
+        return self.outer.replaces and not self.rule.adopts_seen
 
 
-class Part:
-    """The blocks of some shards, all in one run of a center's bytes.
+@dataclass(slots=True)
+class Side:
+    """A worker's side of a block: views of its flat buffers."""
+
+    x: Array
+    out: Array  # room for a message
+    a: Array
+    base: Array
+
+
+class RefusedError(ArithmeticError):
+    """A block has no finite message, or it would overflow the center. It was not applied.
+
+    Args:
+        run: the block.
+        values: the message, or what there is of the result.
+
+    Attributes:
+        offset: of the first byte in the center that is not finite, as far as that is known.
+    """
+
+    def __init__(self, run: Run, values: Array) -> None:
+        super().__init__("not finite")
+        first = int(np.argmin(np.isfinite(values))) if values.size else 0
+        self.offset = run.start + first * values.itemsize
+
+
+def contribute(block: Block, side: Side, n: int) -> Array:
+    """Return a worker's message, which is finite.
+
+    Args:
+        block: the center's side.
+        side: the worker's side.
+        n: how many gradients an accumulated one holds.
+
+    Raises:
+        RefusedError: it is not.
+    """
+    try:
+        message = block.rule.contribute(side.x, side.a, side.base, n, side.out)
+    except FloatingPointError as error:
+        raise RefusedError(block.run, side.out) from error
+    check_message(block, message)
+    return message
+
+
+def check_message(block: Block, message: Array) -> None:
+    """Refuse a message that is not finite.
+
+    Raises:
+        RefusedError: it is not.
+    """
+    if math.isnan(size(message)):
+        raise RefusedError(block.run, message)
+
+
+def step(
+    block: Block, messages: Sequence[Array], exchange: Exchange, count: int | None = None
+) -> None:
+    """Reduce messages and take the outer step; into `then`, for `commit`, unless it is direct.
+
+    Args:
+        block: the center's side.
+        messages: of a round, in rank order; or one.
+        exchange: which.
+        count: of how many messages the one given is the mean already.
+
+    Raises:
+        RefusedError: the center would overflow. It has not changed.
+    """
+    weight = block.rule.weight(exchange)
+    exchange = replace(exchange, count=count or len(messages), name=block.name)
+    into = block.now if block.direct else block.then
+    try:
+        room = block.now.c if block.direct else block.work
+        message = reduce(messages, [weight] * len(messages), room, block.work)
+        if message is not block.now.c:
+            block.outer.step(block.now, message, exchange, into)
+    except FloatingPointError as error:
+        raise RefusedError(block.run, into.c) from error
+
+
+def adopted(block: Block, stepped: bool, out: Array) -> Array:
+    """Return the `c` that a worker adopts, before `commit`.
+
+    Args:
+        block: the center's side.
+        stepped: whether `step` was called; not if there was nothing to contribute.
+        out: room for it.
+    """
+    if block.rule.adopts_seen:
+        return block.now.c
+    aside = stepped and not block.direct
+    return block.outer.publish(block.then if aside else block.now, out)
+
+
+def commit(block: Block) -> None:
+    """Put the point after a step in place."""
+    if not block.direct:
+        np.copyto(block.now.c, block.then.c)
+        for key, array in block.now.state.items():
+            np.copyto(array, block.then.state[key])
+
+
+def take(side: Side, c: Array) -> None:
+    """Go on from the center, whatever the rule."""
+    np.copyto(side.x, c)
+    if side.base.size:
+        np.copyto(side.base, c)
+
+
+class Blocks:
+    """The blocks of some shards, one after another in a center's bytes.
 
     Args:
         plan: of the whole center.
@@ -38,128 +161,109 @@ class Part:
         shards: some of the plan's, one after another.
         center: the bytes of the center from the first of these shards on.
         state: the outer optimizer's arrays.
+        scratch: returns where the blocks of the k-th of these shards are stepped; by default one
+            place for all.
     """
 
     def __init__(
-        self, plan: Plan, rule: Rule, shards: Iterable[Run], center: Bytes, state: State
+        self,
+        plan: Plan,
+        rule: Rule,
+        shards: Iterable[Run],
+        center: Bytes,
+        state: State,
+        scratch: Callable[[int], Bytes] | None = None,
     ) -> None:
-        self._layout = plan.layout
+        self._plan = plan
         shards = list(shards)
         self._base = shards[0].start if shards else 0
-        self._elementwise = rule.outer is None or rule.outer.elementwise
-        self._rules = {"parameter": rule, "buffer": buffer_rule(rule)}
-        runs = [list(plan.layout.blocks(s, plan.whole, self._elementwise)) for s in shards]
-        longest = max((run.stop - run.start for shard in runs for run in shard), default=0)
-        self._longest = longest
-        work = aligned_zeros(longest)
+        runs = [plan.blocks(shard) for shard in shards]
+        self._longest = max((run.nbytes for shard in runs for run in shard), default=0)
+        rules = {"parameter": rule, "buffer": buffer_rule(rule, plan.rounds)}
+        outers = {kind: r.outer for kind, r in rules.items()}
+        work = aligned_zeros(self._longest)
+        if scratch is None:
+            room = aligned_zeros(max((plan.room(r) for s in runs for r in s), default=0))
+            scratch = lambda _: room  # noqa: E731
 
-        def bind(run: Run) -> tuple[Run, Rule, CenterBlock]:
-            entry = None if run.entry is None else plan.layout.entries[run.entry]
-            arrays = {} if run.entry is None else state.get(run.entry, {})
-            if entry and self._elementwise:
-                start = (run.start - entry.offset) // np.dtype(run.dtype).itemsize
-                part = slice(start, start + (run.stop - run.start) // np.dtype(run.dtype).itemsize)
-                arrays = {
-                    key: array.reshape(-1)[part] if array.shape == entry.shape else array
-                    for key, array in arrays.items()
-                }
-            c, room = self.view(run, center), self._room(run, work)
-            name = entry.name if entry else ""
-            return run, self._rules[run.kind], CenterBlock(c, room, arrays, name)
+        def block(k: int, run: Run) -> Block:
+            now = point(plan, run, self.view(run, center), state)
+            name = "" if run.entry is None else plan.layout.entries[run.entry].name
+            kind = run.kind
+            then = like(now, scratch(k))
+            return Block(run, rules[kind], outers[kind], name, now, then, self._room(run, work))
 
-        self.shards = [[bind(run) for run in shard] for shard in runs]
+        self.shards = [[block(k, run) for run in shard] for k, shard in enumerate(runs)]
 
-    def view(self, run: Run, buffer: Bytes) -> NDArray[Any]:
+    def view(self, run: Run, buffer: Bytes) -> Array:
         """Return a block's elements in a buffer like the center's: flat, or in their own shape."""
         return self._shaped(run, buffer[run.start - self._base : run.stop - self._base])
 
-    def room(self) -> Bytes:
-        """Return scratch for one block at a time."""
-        return aligned_zeros(self._longest)
-
     def bind(
-        self, x: Bytes, room: Bytes, a: Bytes | None = None, copy: Bytes | None = None
-    ) -> list[list[Block]]:
-        """Lay a worker's buffers beside the center's blocks."""
+        self, x: Bytes, a: Bytes | None = None, base: Bytes | None = None, out: Bytes | None = None
+    ) -> list[list[Side]]:
+        """Lay a worker's buffers beside the blocks; messages are made in `out`, or in scratch."""
+        scratch = aligned_zeros(self._longest)
 
-        def block(run: Run, rule: Rule, center: CenterBlock) -> Block:
-            mine = LocalBlock(self.view(run, x), self._room(run, room))
-            if copy is not None:
-                mine.copy = self.view(run, copy)
-            if a is not None:
-                mine.a = self.view(run, a)
-            return Block(run, rule, mine, center)
+        def side(run: Run) -> Side:
+            return Side(
+                self.view(run, x),
+                self._room(run, scratch) if out is None else self.view(run, out),
+                _NONE if a is None else self.view(run, a),
+                _NONE if base is None else self.view(run, base),
+            )
 
-        return [[block(*bound) for bound in shard] for shard in self.shards]
+        return [[side(block.run) for block in shard] for shard in self.shards]
 
-    def _room(self, run: Run, room: Bytes) -> NDArray[Any]:
-        return self._shaped(run, room[: run.stop - run.start])
+    def _room(self, run: Run, room: Bytes) -> Array:
+        return self._shaped(run, room[: run.nbytes])
 
-    def _shaped(self, run: Run, part: Bytes) -> NDArray[Any]:
-        flat = part.view(run.dtype)
-        if run.entry is None or self._elementwise:
-            return flat
-        return flat.reshape(self._layout.entries[run.entry].shape)
+    def _shaped(self, run: Run, part: Bytes) -> Array:
+        return shaped(self._plan, run, part)
 
 
-class RefusedError(ArithmeticError):
-    """A block has no finite message, or it would overflow the center. It was not applied.
-
-    Args:
-        values: the message, or what there is of it.
-    """
-
-    def __init__(self, values: NDArray[Any]) -> None:
-        super().__init__("not finite")
-        self.values = values
+def shaped(plan: Plan, run: Run, part: Bytes) -> Array:
+    """Return a block's bytes as its elements: flat, or in their own shape."""
+    flat = part.view(run.dtype)
+    if run.entry is None or plan.cut:
+        return flat
+    return flat.reshape(plan.layout.entries[run.entry].shape)
 
 
-def make_message(block: Block, gradients: int, c: NDArray[Any] | None = None) -> NDArray[Any]:
-    """Return a block's message, which is finite.
-
-    Args:
-        block: whose.
-        gradients: how many an accumulated one holds.
-        c: the center, if it is not to be the block's own.
-
-    Raises:
-        RefusedError: it is not.
-    """
-    try:
-        c = block.center.c if c is None else c
-        message = block.rule.contribute(block.local, c, gradients)
-    except FloatingPointError as error:
-        raise RefusedError(block.local.message) from error
-    square = size(message)
-    if math.isnan(square):
-        raise RefusedError(message)
-    block.local.large = square == math.inf
-    return message
+def point(plan: Plan, run: Run, c: Array, state: State) -> Point:
+    """Return a block's `c` with its part of the outer optimizer's state."""
+    if run.entry is None:
+        return Point(c, {})
+    arrays = state.get(run.entry, {})
+    if plan.cut:
+        entry = plan.layout.entries[run.entry]
+        first = (run.start - entry.offset) // c.itemsize
+        number = (run.start - entry.offset) // BLOCK
+        arrays = {
+            key: array.reshape(-1)[first : first + c.size]
+            if array.shape == entry.shape
+            else array[number : number + 1]
+            for key, array in arrays.items()
+        }
+    return Point(c, arrays)
 
 
-def merge_message(block: Block, message: NDArray[Any], rate: float) -> None:
-    """Bring a message into the center.
+def like(now: Point, scratch: Bytes) -> Point:
+    """Return a point of the same shapes in scratch."""
+    at = 0
 
-    Raises:
-        RefusedError: the center would overflow.
-    """
-    block.center.large = block.local.large
-    if block.run.opens and block.rule.outer:
-        block.rule.outer.advance(block.center.state)
-    try:
-        block.rule.merge(block.center, (message,), rate)
-    except FloatingPointError as error:
-        raise RefusedError(message) from error
+    def carve(array: Array) -> Array:
+        nonlocal at
+        start, at = at, at + aligned(array.nbytes)
+        return scratch[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+
+    return Point(carve(now.c), {key: carve(array) for key, array in now.state.items()})
 
 
-def non_finite(layout: Layout, run: Run, values: NDArray[Any], rank: int) -> NonFiniteError:
-    """Return the error for a block that has no finite message; `values` tell where."""
-    if run.entry is not None:
-        name = layout.entries[run.entry].name
-    else:
-        first = int(np.argmin(np.isfinite(values)))
-        name = layout.name_at(run.start + first * values.itemsize)
+def non_finite(layout: Layout, offset: int, rank: int) -> NonFiniteError:
+    """Return the error for a block that was refused, by what its `RefusedError` says."""
+    entry = layout.entry_at(offset)
     return NonFiniteError(
-        f"{run.kind.capitalize()} {name!r} of rank {rank} has NaN or Inf (or would "
+        f"{entry.kind.capitalize()} {entry.name!r} of rank {rank} has NaN or Inf (or would "
         f"overflow the center), so it was not sent. {AFTER_NAN}"
     )

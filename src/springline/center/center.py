@@ -1,4 +1,4 @@
-"""The contract of a center: where `c` lives and where a rule's `merge` runs.
+"""The contract of a center: where `c` lives, where steps run, and who is in a round.
 
 A `Center` holds the parameters, the version (exchanges so far), the outer optimizer's state and
 the members. `join` gives a `Member`, through which one worker exchanges. Every center passes the
@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +36,7 @@ class Local:
     Attributes:
         x: the worker's parameters and buffers.
         a: its accumulated gradient, if the rule has one.
-        copy: `c̃`, if the rule needs it.
+        base: `c̃`, if the rule keeps it.
         gradients: how many gradients `a` holds.
         seen: per entry, whether `a` holds a gradient for it; where not, its part of `a` is void.
         rates: per entry, the learning rate that travels with the message.
@@ -49,11 +49,10 @@ class Local:
         self.layout = layout
         self.x: Bytes = allocate(layout.nbytes)
         self.a: Bytes | None = allocate(layout.nbytes) if rule.accumulates else None
-        self.copy: Bytes | None = allocate(layout.nbytes) if rule.keeps_copy else None
+        self.base: Bytes | None = allocate(layout.nbytes) if rule.keeps_base else None
         self.gradients = 0
         self.seen: NDArray[np.bool_] = np.zeros(len(layout.entries), bool)
-        rate = rule.outer.learning_rate if rule.outer else 0.0
-        self.rates: NDArray[np.float64] = np.full(len(layout.entries), rate)
+        self.rates: NDArray[np.float64] = np.full(len(layout.entries), rule.outer.learning_rate)
         self.steps = 0
 
     def forget_gradients(self) -> None:
@@ -80,7 +79,7 @@ class Member(ABC):
 
     @abstractmethod
     def exchange(self, local: Local) -> None:
-        """Exchange with the center: contribute, merge, adopt, shard by shard.
+        """Exchange with the center: contribute, reduce, step, adopt.
 
         Raises:
             NonFiniteError: `local` holds NaN or Inf. The block that does was not applied, the
@@ -120,19 +119,6 @@ class Member(ABC):
 
 class Center(ABC):
     """The shared parameters."""
-
-    asynchronous: ClassVar[bool]  # takes the asynchronous rules
-    synchronous: ClassVar[bool]  # takes the synchronous rules
-
-    @classmethod
-    def takes(cls, rule: Rule) -> bool:
-        """Whether this kind of center can be made with a rule."""
-        return cls.synchronous if rule.synchronous else cls.asynchronous
-
-    @classmethod
-    def in_rounds(cls, rule: Rule) -> bool:
-        """Whether an exchange is a round of all workers there."""
-        return rule.synchronous
 
     plan: Plan
 

@@ -75,7 +75,11 @@ class Run:
     dtype: str
     kind: Kind
     entry: int | None = None  # the one entry it belongs to, where shards keep entries whole
-    opens: bool = False  # whether it is the first block of that entry
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes."""
+        return self.stop - self.start
 
     def view(self, buffer: Bytes) -> NDArray[Any]:
         """Return these elements of a flat buffer."""
@@ -120,7 +124,7 @@ class Layout:
                 if (tensor[3], CENTER_DTYPE[tensor[2]]) == (kind, dtype):
                     placed[index] = offset
                     size = math.prod(tensor[1]) * np.dtype(dtype).itemsize
-                    offset += -(-size // ALIGNMENT) * ALIGNMENT
+                    offset += aligned(size)
         entries = tuple(Entry(*tensor, offset=placed[i]) for i, tensor in enumerate(tensors))
         return cls(entries, offset)
 
@@ -184,11 +188,11 @@ class Layout:
                 step = BLOCK if elementwise else e.nbytes
                 for at in range(e.offset, end, step):
                     stop = min(at + step, end)
-                    yield Run(at, stop, shard.dtype, shard.kind, index, at == e.offset)
+                    yield Run(at, stop, shard.dtype, shard.kind, index)
 
-    def name_at(self, offset: int) -> str:
-        """Return the name of the tensor that holds that byte."""
-        return next(e.name for e in self.entries if e.offset <= offset < e.offset + e.nbytes)
+    def entry_at(self, offset: int) -> Entry:
+        """Return the tensor that holds that byte."""
+        return next(e for e in self.entries if e.offset <= offset < e.offset + e.nbytes)
 
     def difference(self, other: Layout) -> str | None:
         """Name the first difference between this layout, the center's, and a worker's."""
@@ -237,6 +241,11 @@ _GROUPS: tuple[tuple[Kind, str], ...] = (
     ("buffer", "float64"),
     ("buffer", "float32"),
 )
+
+
+def aligned(nbytes: int) -> int:
+    """Round up to a multiple of 64 bytes."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def aligned_zeros(nbytes: int) -> Bytes:

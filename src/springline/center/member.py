@@ -1,7 +1,7 @@
 """One worker's place at a center in memory: the exchange itself.
 
-`merge` runs in the worker, shard by shard under the shard's lock (or without it, as Hogwild), and
-block by block, so that a block is still in cache when it is merged and adopted.
+All four verbs run in the worker, shard by shard under the shard's lock (or without it, as Hogwild),
+and block by block, so that a block is still in cache when it is stepped and adopted.
 """
 
 from __future__ import annotations
@@ -12,18 +12,23 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from springline.center.blocks import (
+    ERRORS,
+    Array,
     Block,
-    Part,
+    Blocks,
     RefusedError,
-    make_message,
-    merge_message,
+    Side,
+    adopted,
+    commit,
+    contribute,
     non_finite,
+    step,
 )
 from springline.center.center import Local, Member, check_finite
 from springline.center.errors import CenterError, NonFiniteError
@@ -45,6 +50,7 @@ from springline.center.plan import (
 )
 from springline.center.rounds import Rounds
 from springline.center.waiting import WARN_EVERY, is_stopped, wait_until
+from springline.rules.outer import Exchange
 from springline.rules.rule import Rule
 from springline.signals import deferred
 
@@ -79,13 +85,15 @@ class MemoryMember(Member):
         self._warned_at = 0.0
         self.left = False
         self._bound: Local | None = None
-        self._shards: list[list[Block]] = []
+        self._sides: list[list[Side]] = []
         plan, memory = center.plan, center.memory
-        self._part = Part(plan, rule, plan.shards, memory.center, memory.state_of(plan))
-        self._room = self._part.room()
-        self._rounds = Rounds(center, self) if rule.synchronous else None
+        scratch = center.journal.room if center.journal else None
+        state = memory.state_of(plan)
+        self.blocks = Blocks(plan, rule, plan.shards, memory.center, state, scratch)
+        self._rounds = Rounds(center, self) if rule.rounds else None
         if self._rounds:
-            self._rounds.enter(self._part.shards)
+            self._rounds.enter()
+        self._others = self._exchanges_of_others()  # at this worker's last exchange
         self.row[JOINED] = HERE
 
     def exchange(self, local: Local) -> None:
@@ -99,9 +107,9 @@ class MemoryMember(Member):
                 self._bind(local)
             try:
                 self._busy = True
-                with np.errstate(over="raise", invalid="raise", divide="raise"):
+                with np.errstate(**ERRORS):
                     if self._rounds:
-                        self._rounds.exchange(self._shards, local)
+                        self._rounds.exchange(self._sides, local)
                     else:
                         self._exchange(local)
             finally:
@@ -181,11 +189,18 @@ class MemoryMember(Member):
         What others keep locked for longer than a process that runs ever does is left out: its
         holder is stopped. Next time there is hardly a wait for it.
         """
-        n, start, pause = len(self._shards), time.monotonic(), _PAUSE
+        n, start, pause = len(self._sides), time.monotonic(), _PAUSE
         first = self.rank * n // self.center.plan.workers
         todo = [(first + k) % n for k in range(n)]
+        others = self._exchanges_of_others()
+        exchange = Exchange(
+            number=self.center.version,
+            staleness=others - self._others,
+            rate=self.rule.outer.learning_rate,
+        )
+        self._others = others
         while todo:
-            busy = [k for k in todo if not self._exchange_shard(k, local)]
+            busy = [k for k in todo if not self._exchange_shard(k, local, exchange)]
             if len(busy) < len(todo):
                 todo, start = busy, time.monotonic()
             elif self._in_vain(todo, time.monotonic() - start):
@@ -202,17 +217,52 @@ class MemoryMember(Member):
         holders = (self.center.locks.holder(SHARD + k) for k in shards)
         return waited > _STOPPED and all(is_stopped(process) for process in holders)
 
-    def _exchange_shard(self, k: int, local: Local) -> bool:
-        locks = self.center.locks if self.center.plan.use_locking else None
-        if locks and not locks.take(SHARD + k):
+    def _exchange_shard(self, k: int, local: Local, exchange: Exchange) -> bool:
+        if not self.center.take_shard(k):
             return False
         try:
-            for block in self._shards[k]:
-                self._swap(block, local)
+            for i, side in enumerate(self._sides[k]):
+                self._exchange_block(k, i, side, local, exchange)
         finally:
-            if locks:
-                locks.release(SHARD + k)
+            self.center.release_shard(k)
         return True
+
+    def _exchange_block(self, k: int, i: int, side: Side, local: Local, exchange: Exchange) -> None:
+        """Contribute, step, adopt; then what was stepped is put in place."""
+        block, journal = self.blocks.shards[k][i], self.center.journal
+        entry = block.run.entry
+        if journal is None and self._swap(block, side):
+            return
+        stepped = entry is None or not self.rule.accumulates or bool(local.seen[entry])
+        if stepped:
+            message = self.message(block, side, local)
+            if entry is not None:
+                exchange = replace(exchange, rate=float(local.rates[entry]))
+            try:
+                step(block, (message,), exchange)
+            except RefusedError as error:
+                raise self.non_finite(error.offset) from error
+        block.rule.adopt(side.x, side.base, adopted(block, stepped, side.out), block.work)
+        if stepped:
+            self.put_in_place(k, i, 0)
+
+    def put_in_place(self, k: int, i: int, number: int) -> None:
+        """Put a block's step in place: through the journal, unless it may be made again."""
+        block, journal = self.blocks.shards[k][i], self.center.journal
+        if journal and not block.direct:
+            journal.commit(k, i, number)
+        else:
+            commit(block)
+
+    def _swap(self, block: Block, side: Side) -> bool:
+        try:
+            return block.rule.swap(side.x, side.base, block.now.c, block.work)
+        except FloatingPointError:
+            return False
+
+    def _exchanges_of_others(self) -> int:
+        exchanges = self.center.memory.ranks[:, EXCHANGES]
+        return int(exchanges.sum() - exchanges[self.rank])
 
     def _leave_out(self, shards: list[int]) -> None:
         self._locked = set(shards)
@@ -226,34 +276,22 @@ class MemoryMember(Member):
                 "%d of %d parts of the center are left out of this worker's exchanges: they are "
                 "locked by %s.",
                 len(shards),
-                len(self._shards),
+                len(self._sides),
                 self.center.locks.who(SHARD + shards[0]),
             )
 
-    def _swap(self, block: Block, local: Local) -> None:
-        """Contribute, merge and adopt one block."""
-        mine, ours, entry = block.local, block.center, block.run.entry
-        if entry is None or local.seen[entry]:
-            message = self.message(block, local)
-            try:
-                merge_message(block, message, 0.0 if entry is None else float(local.rates[entry]))
-            except RefusedError as error:
-                raise self._non_finite(block, error) from error
-        else:
-            message = mine.x  # no gradient since the last exchange: nothing to merge
-        block.rule.adopt(mine, message, ours.c)
-
-    def message(self, block: Block, local: Local) -> NDArray[Any]:
+    def message(self, block: Block, side: Side, local: Local) -> Array:
         """Return a block's message, which is finite."""
         try:
-            return make_message(block, local.gradients)
+            return contribute(block, side, local.gradients)
         except RefusedError as error:
-            raise self._non_finite(block, error) from error
+            raise self.non_finite(error.offset) from error
 
-    def _non_finite(self, block: Block, error: RefusedError) -> NonFiniteError:
-        return non_finite(self.center.layout, block.run, error.values, self.rank)
+    def non_finite(self, offset: int) -> NonFiniteError:
+        """Return the error for a block that was refused."""
+        return non_finite(self.center.layout, offset, self.rank)
 
     def _bind(self, local: Local) -> None:
         """Lay the worker's buffers beside the center's blocks."""
-        self._shards = self._part.bind(local.x, self._room, local.a, local.copy)
+        self._sides = self.blocks.bind(local.x, local.a, local.base)
         self._bound = local

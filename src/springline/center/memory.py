@@ -1,19 +1,21 @@
-"""A center in memory that this process can write to: `merge` runs in the workers themselves."""
+"""A center in memory that this process can write to: steps run in the workers themselves."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from springline.center import checkpoint
 from springline.center.center import Center, Progress, check_finite
 from springline.center.errors import CenterError, rank_in_use
+from springline.center.journal import Journal
 from springline.center.layout import Bytes
 from springline.center.locks import CHECKPOINT, RANK, SHARD, Locks
 from springline.center.member import MemoryMember
@@ -39,12 +41,10 @@ from springline.signals import deferred
 class MemoryCenter(Center):
     """Common to the in-process and the shared center."""
 
-    asynchronous: ClassVar[bool] = True
-    synchronous: ClassVar[bool] = True
-
     def __init__(self, plan: Plan, raw: Bytes, locks: Locks) -> None:
         self.plan = plan
         self.memory = Memory(plan, raw)
+        self.journal = Journal(plan, self.memory) if plan.journaled else None
         self.locks = locks
         self._process = os.getpid()
         self._closed = False
@@ -55,7 +55,7 @@ class MemoryCenter(Center):
     def version(self) -> int:
         """Exchanges so far: one counter per rank, so that it cannot go back."""
         head = self.memory.head
-        done = head[CLOSED] if self.plan.synchronous else self.memory.ranks[:, EXCHANGES].sum()
+        done = head[CLOSED] if self.plan.rounds else self.memory.ranks[:, EXCHANGES].sum()
         return int(head[BASE] + done)
 
     def progress(self) -> list[Progress]:
@@ -85,7 +85,31 @@ class MemoryCenter(Center):
         """Hold a shard's lock, if this center has locks."""
         if not self.plan.use_locking:
             return nullcontext()
-        return self.locks.hold(SHARD + shard, self.timeout)
+        return self._hold_shard(shard)
+
+    @contextlib.contextmanager
+    def _hold_shard(self, shard: int) -> Iterator[None]:
+        with self.locks.hold(SHARD + shard, self.timeout):
+            self._finish(shard)
+            yield
+
+    def take_shard(self, shard: int) -> bool:
+        """Take a shard's lock, if it is free or this center has none."""
+        if not self.plan.use_locking:
+            return True
+        if not self.locks.take(SHARD + shard):
+            return False
+        self._finish(shard)
+        return True
+
+    def release_shard(self, shard: int) -> None:
+        """Give a shard's lock back."""
+        if self.plan.use_locking:
+            self.locks.release(SHARD + shard)
+
+    def _finish(self, shard: int) -> None:
+        if self.journal:
+            self.journal.finish(shard)
 
     def who(self, rank: int) -> str:
         """Return a rank, and what its process is doing."""

@@ -3,6 +3,7 @@
 table     a few counters per rank and per shard
 center    c, as the layout says
 state     the outer optimizer's, one copy
+journal   where steps are made that must happen once or not at all: a block of each shard
 slots     one model per worker, for rounds; none for the asynchronous rules
 """
 
@@ -17,8 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from springline.center.layout import ALIGNMENT, Bytes, Kind, Layout, Run
+from springline.center.errors import SettingsError
+from springline.center.layout import BLOCK, Bytes, Entry, Kind, Layout, Run, aligned
 from springline.checks import at_least_one, true_or_false
+from springline.rules.outer import Outer
 from springline.rules.rule import Rule
 from springline.typed import Count, build
 
@@ -65,24 +68,54 @@ class Plan:
 
     layout: Layout
     settings: dict[str, Any]
-    synchronous: bool
-    whole: bool  # shards keep parameters whole, for an outer optimizer
+    rounds: bool  # an exchange is a round
+    by_entry: bool  # shards and blocks end where parameters do
+    cut: bool  # a parameter may be cut into blocks
+    journaled: bool  # a step must happen once or not at all
     state: tuple[StateEntry, ...]
 
     @classmethod
-    def of(cls, layout: Layout, rule: Rule, use_locking: bool) -> Plan:
-        """Plan a center for a rule."""
+    def of(cls, layout: Layout, rule: Rule, use_locking: bool, rounds: bool | None = None) -> Plan:
+        """Plan a center for a rule.
+
+        Args:
+            layout: the model's.
+            rule: the workers'.
+            use_locking: whether an exchange is atomic, per shard.
+            rounds: whether exchanges are rounds; by default if the rule says so.
+
+        Raises:
+            SettingsError: they do not go together.
+        """
         true_or_false("use_locking", use_locking)
         outer = rule.outer
+        if rounds is None and rule.rounds and rule.adopts_seen:
+            raise SettingsError(
+                f"The rule {rule.name!r} adopts the center from before a round, which this center "
+                "does not keep. Use a process group."
+            )
+        rounds = rule.rounds if rounds is None else rounds
+        if rounds and rule.accumulates:
+            raise SettingsError(
+                f"The rule {rule.name!r} accumulates gradients, and some parameters may have none: "
+                "it cannot be used in rounds. Use a center without rounds."
+            )
+        journaled = not (outer.stateless and (outer.replaces or not rounds))
+        if journaled and not use_locking:
+            raise SettingsError(
+                f"The outer optimizer {outer.kind!r} must take its steps one at a time; only those "
+                "without state run without locks. Leave `use_locking=False` out."
+            )
         specs: list[Spec] = [
-            (index, key, shape, first)
+            (index, key, _per_block(e, shape, outer), first)
             for index, e in enumerate(layout.entries)
-            if outer and e.kind == "parameter"
+            if e.kind == "parameter"
             for key, (shape, first) in outer.state(e.name, e.shape).items()
         ]
-        alone = outer is not None and outer.alone
-        settings = rule.settings() | {"use_locking": bool(use_locking) or alone}
-        return cls(layout, settings, rule.synchronous, outer is not None, _place(layout, specs))
+        settings = rule.settings() | {"use_locking": bool(use_locking)}
+        by_entry = rule.accumulates or outer.whole or not outer.stateless
+        state = _place(layout, specs)
+        return cls(layout, settings, rounds, by_entry, not outer.whole, journaled, state)
 
     @property
     def use_locking(self) -> bool:
@@ -97,7 +130,40 @@ class Plan:
     @cached_property
     def shards(self) -> tuple[Run, ...]:
         """The layout's shards."""
-        return tuple(self.layout.shards(self.whole))
+        return tuple(self.layout.shards(self.by_entry))
+
+    def blocks(self, shard: Run) -> list[Run]:
+        """Cut a shard into blocks."""
+        return list(self.layout.blocks(shard, self.by_entry, self.cut))
+
+    def room(self, run: Run) -> int:
+        """Return the bytes that a block and its part of the state take in scratch."""
+        parts = [run.nbytes]
+        for s in self._state_of_entry.get(run.entry, ()):
+            like_it = s.shape == self.layout.entries[s.parameter].shape
+            parts.append(run.nbytes if self.cut and like_it else s.nbytes)
+        return sum(map(aligned, parts))
+
+    @cached_property
+    def _state_of_entry(self) -> dict[int | None, list[StateEntry]]:
+        found: dict[int | None, list[StateEntry]] = {}
+        for s in self.state:
+            found.setdefault(s.parameter, []).append(s)
+        return found
+
+    @cached_property
+    def journal_head(self) -> int:
+        """Bytes of the journal's counters: four per shard, one per block."""
+        if not self.journaled:
+            return 0
+        return aligned(8 * sum(4 + len(self.blocks(shard)) for shard in self.shards))
+
+    @property
+    def _journal_nbytes(self) -> int:
+        if not self.journaled:
+            return 0
+        rooms = (max(map(self.room, self.blocks(shard)), default=0) for shard in self.shards)
+        return self.journal_head + sum(rooms)
 
     @property
     def state_nbytes(self) -> int:
@@ -118,9 +184,10 @@ class Plan:
 
     def _regions(self) -> Iterator[tuple[int, int]]:
         at = 0
-        slots = self.workers if self.synchronous else 0
-        table = 8 * COLUMNS * (1 + self.workers) + 2 * 8 * len(self.shards)
-        for size in (table, self.layout.nbytes, self.state_nbytes, *[self.layout.nbytes] * slots):
+        slots = [self.layout.nbytes] * (self.workers if self.rounds else 0)
+        table = 8 * COLUMNS * (1 + self.workers) + 4 * 8 * len(self.shards)
+        model = self.layout.nbytes
+        for size in (table, model, self.state_nbytes, self._journal_nbytes, *slots):
             yield at, at + size
             at += -(-size // PAGE) * PAGE
 
@@ -128,8 +195,10 @@ class Plan:
         """Return what `from_json` takes."""
         return {
             "settings": self.settings,
-            "synchronous": self.synchronous,
-            "whole": self.whole,
+            "rounds": self.rounds,
+            "by_entry": self.by_entry,
+            "cut": self.cut,
+            "journaled": self.journaled,
             "layout": self.layout.to_json(),
             "state": [[s.parameter, s.key, list(s.shape), s.first] for s in self.state],
         }
@@ -149,7 +218,8 @@ class Plan:
         state = _place(layout, [(i, key, tuple(n), first) for i, key, n, first in plan.state])
         if max(layout.nbytes, nbytes_of(state)) > _MOST_BYTES:
             raise ValueError("it is too large")
-        return cls(layout, plan.settings, plan.synchronous, plan.whole, state)
+        flags = plan.rounds, plan.by_entry, plan.cut, plan.journaled
+        return cls(layout, plan.settings, *flags, state)
 
 
 @dataclass(frozen=True)
@@ -157,8 +227,10 @@ class _Written:
     """What `Plan.to_json` returns."""
 
     settings: dict[str, Any]
-    synchronous: bool
-    whole: bool
+    rounds: bool
+    by_entry: bool
+    cut: bool
+    journaled: bool
     layout: list[tuple[str, list[Count], str, Kind]]
     state: list[tuple[Count, str, list[Count], float]]
 
@@ -195,15 +267,20 @@ class Memory:
     """Views of one flat memory, as a plan says."""
 
     def __init__(self, plan: Plan, raw: Bytes) -> None:
-        table, center, state, *slots = (raw[start:stop] for start, stop in plan._regions())
+        table, center, state, journal, *slots = (raw[start:stop] for start, stop in plan._regions())
         numbers = table.view(np.int64)
         rows = 1 + plan.workers
         self.head = numbers[:COLUMNS]
         self.ranks = numbers[COLUMNS : COLUMNS * rows].reshape(plan.workers, COLUMNS)
-        # Per shard: the last round that it holds, and the process that locked it last.
-        self.reduced, self.holders = np.split(numbers[COLUMNS * rows :], 2)
+        # Per shard: the last round that it holds, and the process that locked it last; the last
+        # round of which a block was refused, and the byte of the center where.
+        self.reduced, self.holders, refused = np.split(
+            numbers[COLUMNS * rows :], np.arange(1, 3) * len(plan.shards)
+        )
+        self.refused = refused.reshape(-1, 2)
         self.center = center
         self.state = state
+        self.journal = journal
         self.slots = slots
 
     def state_of(self, plan: Plan) -> dict[int, dict[str, NDArray[Any]]]:
@@ -224,11 +301,18 @@ def nbytes_of(state: tuple[StateEntry, ...]) -> int:
     return state[-1].offset + state[-1].nbytes if state else 0
 
 
+def _per_block(entry: Entry, shape: tuple[int, ...], outer: Outer) -> tuple[int, ...]:
+    """Return the shape of an array of state: a number is kept for each block."""
+    if outer.whole or shape == entry.shape:
+        return shape
+    return (max(1, -(-entry.nbytes // BLOCK)),)
+
+
 def _place(layout: Layout, specs: Iterable[Spec]) -> tuple[StateEntry, ...]:
     entries: list[StateEntry] = []
     offset = 0
     for parameter, key, shape, first in specs:
         dtype = layout.entries[parameter].center_dtype
         entries.append(StateEntry(parameter, key, shape, first, offset, dtype))
-        offset += -(-entries[-1].nbytes // ALIGNMENT) * ALIGNMENT
+        offset += aligned(entries[-1].nbytes)
     return tuple(entries)

@@ -267,7 +267,7 @@ def _how_many(plan: Plan, shards: int | None) -> int:
     if shards < 1:
         raise CenterError(f"`shards` must be an integer >= 1. Received: {shards}.")
     memory = sum(node["Resources"].get("memory", 0.0) for node in nodes)
-    messages = plan.workers if plan.synchronous else 1
+    messages = plan.workers if plan.rounds else 1
     copies = 3 + messages  # its own, and two while checkpoints are written
     needed = len(cut(plan, shards)) * _PROCESS + copies * held
     if needed > memory:

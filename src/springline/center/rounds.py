@@ -3,8 +3,8 @@
 Each worker writes its message into its own slot and marks it complete. The round closes, once,
 over the complete slots of the live members. Then every worker reduces what shards it finds not yet
 reduced, so that they share the work, and adopts them all. A worker killed at any point spoils
-nothing: an incomplete slot does not count, and a shard half reduced is reduced again from the
-slots, which nobody touches before the next round.
+nothing: an incomplete slot does not count, and a shard half reduced is finished from the slots,
+which nobody touches before the next round.
 
 Round numbers count from 1. A member is *settled* in the round it has contributed to or withdrawn
 from; the round waits for the live members that are not.
@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from springline.center.blocks import Block, RefusedError, Side, adopted, step
 from springline.center.center import Local
-from springline.center.layout import Bytes, Run
+from springline.center.layout import Bytes
 from springline.center.locks import ROUND, SHARD
 from springline.center.plan import ADOPTED, CLOSED, CONTRIBUTED, MEMBER_OF, SETTLED
 from springline.center.waiting import wait_until
-from springline.rules.rule import CenterBlock, Rule
+from springline.rules.outer import Exchange
 
 if TYPE_CHECKING:
-    from springline.center.blocks import Block
     from springline.center.member import MemoryMember
     from springline.center.memory import MemoryCenter
 
@@ -38,9 +38,10 @@ class Rounds:
         self._memory = center.memory
         self._locks = center.locks
         self._row = member.row
+        self._blocks = member.blocks.shards
         self._new = True
 
-    def enter(self, centers: list[list[tuple[Run, Rule, CenterBlock]]]) -> None:
+    def enter(self) -> None:
         """Become a member: of the open round if nobody waits in it yet, else of the next.
 
         Whoever had this rank may have died after a round was closed: it is reduced first, so that
@@ -50,15 +51,14 @@ class Rounds:
             this = self._open_round()
             self._row[CONTRIBUTED] = self._row[ADOPTED] = 0
             self._row[SETTLED] = this if self._contributors(this) else this - 1
-        self._centers = centers
         self._help()
 
-    def exchange(self, shards: list[list[Block]], local: Local) -> None:
+    def exchange(self, sides: list[list[Side]], local: Local) -> None:
         """Take part in one round."""
         this = self._my_round()
         done = False
         try:
-            self._contribute(shards, local)
+            self._contribute(sides, local)
             self._settle(this, contributed=True)
             wait_until(
                 lambda: self._closed(this),
@@ -66,7 +66,7 @@ class Rounds:
                 self._member.timeout,
                 f"round {this}",
             )
-            self._reduce(shards)
+            self._reduce(sides)
             done = True
         finally:
             self._row[ADOPTED] = this
@@ -135,11 +135,12 @@ class Rounds:
             and ranks[r, ADOPTED] < closed
         ]
 
-    def _contribute(self, shards: list[list[Block]], local: Local) -> None:
+    def _contribute(self, sides: list[list[Side]], local: Local) -> None:
         slot = self._memory.slots[self._member.rank]
-        for blocks in shards:
-            for block in blocks:
-                np.copyto(block.run.view(slot), self._member.message(block, local))
+        for blocks, mine in zip(self._blocks, sides, strict=True):
+            for block, side in zip(blocks, mine, strict=True):
+                message = self._member.message(block, side, local)
+                np.copyto(self._member.blocks.view(block.run, slot), message)
 
     def _settle(self, this: int, contributed: bool) -> None:
         with self._locks.hold(ROUND, self._member.timeout):
@@ -176,36 +177,39 @@ class Rounds:
         finally:
             self._row[ADOPTED] = self._row[CONTRIBUTED]
 
-    def _reduce(self, shards: list[list[Block]] | None) -> None:
+    def _reduce(self, sides: list[list[Side]] | None) -> None:
         """Reduce the shards of the closed round that nobody has reduced yet.
 
         We start at our own part of them, so that all share the work.
 
         Args:
-            shards: our blocks, which adopt the round; None to finish a round of others.
+            sides: our buffers, which adopt the round; None to finish a round of others.
+
+        Raises:
+            NonFiniteError: a block was refused: the step of the outer optimizer overflows.
         """
         with self._locks.hold(ROUND, self._member.timeout):
             this = int(self._memory.head[CLOSED])
             members = np.flatnonzero(self._memory.ranks[:, MEMBER_OF] == this)
-            if shards is None:
+            if sides is None:
                 self._row[CONTRIBUTED], self._row[ADOPTED] = this, this - 1
         slots = [self._memory.slots[r] for r in members]
-        reduced, n = self._memory.reduced, len(self._centers)
+        reduced, n = self._memory.reduced, len(self._blocks)
         first = self._member.rank * n // self._center.plan.workers
         todo = [(first + k) % n for k in range(n)] if this and slots else []
 
         def reduce(k: int) -> bool:
-            if not self._take(k):
+            if not self._center.take_shard(k):
                 return False
             try:
                 if reduced[k] < this:
-                    self._reduce_shard(k, slots, shards)
+                    self._reduce_shard(k, slots, this, sides)
                     reduced[k] = this
-                elif shards:  # by another, whose slot may be in use for the next round
-                    for block in shards[k]:
-                        block.rule.adopt(block.local, block.local.x, block.center.c)
+                elif sides:  # by another, whose slot may be in use for the next round
+                    for block, side in zip(self._blocks[k], sides[k], strict=True):
+                        self._adopt(block, side)
             finally:
-                self._release(k)
+                self._center.release_shard(k)
             return True
 
         def done() -> bool:
@@ -218,20 +222,35 @@ class Rounds:
             self._member.timeout,
             f"the parts of round {this}",
         )
+        if sides:
+            self._check_refused(this)
 
-    def _reduce_shard(self, k: int, slots: list[Bytes], shards: list[list[Block]] | None) -> None:
-        for i, (run, rule, center) in enumerate(self._centers[k]):
-            rule.merge(center, [run.view(slot) for slot in slots], 0.0)
-            if shards:
-                block = shards[k][i]
-                rule.adopt(block.local, block.local.x, center.c)
+    def _reduce_shard(
+        self, k: int, slots: list[Bytes], this: int, sides: list[list[Side]] | None
+    ) -> None:
+        """Reduce and step each block that does not hold the round yet, and adopt it."""
+        journal, view = self._center.journal, self._member.blocks.view
+        rate = self._member.rule.outer.learning_rate
+        exchange = Exchange(number=self._center.version - 1, rate=rate)
+        for i, block in enumerate(self._blocks[k]):
+            if not (journal and journal.holds(k, i, this)):
+                try:
+                    step(block, [view(block.run, slot) for slot in slots], exchange)
+                except RefusedError as error:
+                    self._memory.refused[k] = this, error.offset
+                else:
+                    self._member.put_in_place(k, i, this)
+            if sides:
+                self._adopt(block, sides[k][i])
+
+    def _adopt(self, block: Block, side: Side) -> None:
+        """Adopt a round that is in place."""
+        block.rule.adopt(side.x, side.base, adopted(block, False, side.out), block.work)
+
+    def _check_refused(self, this: int) -> None:
+        for number, offset in self._memory.refused.tolist():
+            if number == this:
+                raise self._member.non_finite(offset)
 
     def _names(self, ranks: list[int]) -> list[str]:
         return [self._center.who(rank) for rank in ranks]
-
-    def _take(self, shard: int) -> bool:
-        return not self._center.plan.use_locking or self._locks.take(SHARD + shard)
-
-    def _release(self, shard: int) -> None:
-        if self._center.plan.use_locking:
-            self._locks.release(SHARD + shard)

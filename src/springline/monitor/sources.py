@@ -52,7 +52,7 @@ class CenterState:
         if self.plan is None:
             return 0
         # A synchronous center's version counts rounds, any other's exchanges.
-        rounds = self.plan.synchronous
+        rounds = self.plan.rounds
         done = sum(rank.exchanges for rank in self.progress) if rounds else self.version or 0
         return 2 * self.plan.layout.nbytes * done
 

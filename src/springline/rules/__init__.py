@@ -3,7 +3,7 @@
 from springline.rules.agn import AGN
 from springline.rules.average import ModelAverage
 from springline.rules.elastic import ElasticAverage
-from springline.rules.outer import SGD, Adagrad, Adam, Momentum, Outer
+from springline.rules.outer import SGD, Adagrad, Adam, Momentum, Nesterov, Outer
 from springline.rules.rule import Rule
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "ElasticAverage",
     "ModelAverage",
     "Momentum",
+    "Nesterov",
     "Outer",
     "Rule",
 ]

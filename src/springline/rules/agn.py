@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from springline.rules.outer import Outer
-from springline.rules.rule import Array, CenterBlock, LocalBlock, Rule
+from springline.rules.rule import Array, Rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,18 +39,13 @@ class AGN(Rule):
 
     def settings(self) -> dict[str, Any]:
         """The learning rate is not among them: it travels with every message."""
-        return super().settings() | {"outer": self.optimizer.settings()}
+        outer = {k: v for k, v in self.optimizer.settings().items() if k != "learning_rate"}
+        return super().settings() | {"outer": outer}
 
-    def contribute(self, local: LocalBlock, c: Array, gradients: int) -> Array:
+    def contribute(self, x: Array, a: Array, base: Array, n: int, out: Array) -> Array:
         """`a/τ`, or a divided by the number of gradients it holds."""
-        np.divide(local.a, gradients, out=local.message)
-        return local.message
+        return np.divide(a, n, out=out)
 
-    def merge(self, center: CenterBlock, messages: Sequence[Array], rate: float) -> None:
-        """One outer step on `c` for each message."""
-        for g in messages:
-            self.optimizer.step(center.name, center.c, g, center.state, rate, center.work)
-
-    def adopt(self, local: LocalBlock, message: Array, c: Array) -> None:
+    def adopt(self, x: Array, base: Array, c: Array, work: Array) -> None:
         """`x ← c`."""
-        np.copyto(local.x, c)
+        np.copyto(x, c)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from springline.rules.rule import Array, CenterBlock, LocalBlock, Rule
+from springline.rules.outer import Outer, Replace
+from springline.rules.rule import Array, Rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,35 +26,22 @@ class ModelAverage(Rule):
     """
 
     name: ClassVar[str] = "average"
-    synchronous: ClassVar[bool] = True
+    rounds: ClassVar[bool] = True
+
+    @property
+    def outer(self) -> Outer:
+        """`c ← mean`."""
+        return Replace()
 
     @property
     def follows(self) -> bool:
         """The mean of one worker is its own."""
         return self.workers == 1
 
-    def contribute(self, local: LocalBlock, c: Array, gradients: int) -> Array:
+    def contribute(self, x: Array, a: Array, base: Array, n: int, out: Array) -> Array:
         """Return `x` itself."""
-        return local.x
+        return x
 
-    def merge(self, center: CenterBlock, messages: Sequence[Array], rate: float) -> None:
-        """`c ← mean(x₁ … x_p)`."""
-        first, *others = messages
-        if not others:
-            np.copyto(center.c, first)
-            return
-        n, mean = len(messages), center.work
-        try:
-            np.add(first, others[0], out=mean)
-            for x in others[1:]:
-                np.add(mean, x, out=mean)
-            np.divide(mean, n, out=center.c)
-        except FloatingPointError:  # the sum is too large, the mean is not
-            np.divide(first, n, out=mean)
-            for x in others:
-                np.add(mean, x / n, out=mean)
-            np.copyto(center.c, mean)
-
-    def adopt(self, local: LocalBlock, message: Array, c: Array) -> None:
+    def adopt(self, x: Array, base: Array, c: Array, work: Array) -> None:
         """`x ← c`."""
-        np.copyto(local.x, c)
+        np.copyto(x, c)

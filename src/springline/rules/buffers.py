@@ -1,21 +1,21 @@
-"""Buffers (BatchNorm's averages) under the asynchronous rules."""
+"""Buffers (BatchNorm's averages), which travel with the center under every rule."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from springline.rules.rule import Array, CenterBlock, LocalBlock, Rule
+from springline.rules.average import ModelAverage
+from springline.rules.outer import Outer, Replace, Toward
+from springline.rules.rule import Array, Rule
 
 
-def buffer_rule(rule: Rule) -> Rule:
-    """Return the rule for buffers beside `rule`: a round takes their mean as it does of all."""
-    if rule.synchronous:
-        return rule
-    return BufferAverage(period=rule.period, workers=rule.workers)
+def buffer_rule(rule: Rule, rounds: bool) -> Rule:
+    """Return the rule for the buffers beside `rule`: their mean where exchanges are rounds."""
+    kind = ModelAverage if rounds else BufferAverage
+    return kind(period=rule.period, workers=rule.workers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,31 +29,21 @@ class BufferAverage(Rule):
     """
 
     name: ClassVar[str] = "buffers"
-    reads_center: ClassVar[bool] = True
+
+    @property
+    def outer(self) -> Outer:
+        """`c ← c + (b − c)/p`."""
+        return Replace() if self.follows else Toward(1 / self.workers)
 
     @property
     def follows(self) -> bool:
         """The buffers of one worker are its own."""
         return self.workers == 1
 
-    def contribute(self, local: LocalBlock, c: Array, gradients: int) -> Array:
-        """`(b − c)/p`; `b` where the center follows."""
-        if self.follows:
-            np.copyto(local.message, local.x)
-            return local.message
-        np.subtract(local.x, c, out=local.message)
-        np.divide(local.message, self.workers, out=local.message)
-        return local.message
+    def contribute(self, x: Array, a: Array, base: Array, n: int, out: Array) -> Array:
+        """Return `b` itself."""
+        return x
 
-    def merge(self, center: CenterBlock, messages: Sequence[Array], rate: float) -> None:
-        """`c ← c + (b − c)/p`; `b` where the center follows."""
-        for message in messages:
-            if self.follows:
-                np.copyto(center.c, message)
-                continue
-            np.add(center.c, message, out=center.work)
-            np.copyto(center.c, center.work)
-
-    def adopt(self, local: LocalBlock, message: Array, c: Array) -> None:
+    def adopt(self, x: Array, base: Array, c: Array, work: Array) -> None:
         """`b ← c`."""
-        np.copyto(local.x, c)
+        np.copyto(x, c)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from springline.checks import is_number
-from springline.rules.rule import Array, CenterBlock, LocalBlock, Rule
+from springline.rules.outer import Outer, Replace, Toward
+from springline.rules.rule import Array, Rule, size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +27,8 @@ class ElasticAverage(Rule):
     Alone, at the default rate, the center moves onto the worker and the worker not at all: that is
     plain training, to the bit.
 
-    On a synchronous center all workers' δ are made from the same `c` and added at once, which is
-    the paper's synchronous form.
+    In rounds (a process group) all workers' δ are made from the same `c` and added at once, which
+    is the paper's synchronous form.
 
     Args:
         period: τ, local steps between two exchanges.
@@ -45,8 +45,7 @@ class ElasticAverage(Rule):
     rho: float = 0.0
 
     name: ClassVar[str] = "elastic"
-    reads_center: ClassVar[bool] = True
-    adopts_message: ClassVar[bool] = True
+    adopts_seen: ClassVar[bool] = True
     BETA: ClassVar[float] = 0.9
 
     def __post_init__(self) -> None:
@@ -78,12 +77,17 @@ class ElasticAverage(Rule):
         return self.BETA / self.workers if self.moving_rate is None else self.moving_rate
 
     @property
+    def outer(self) -> Outer:
+        """`c ← c + αn(m − c)`, which is `c + Σδ`; `x` where the center follows."""
+        return Replace() if self.follows else Toward(self.alpha)
+
+    @property
     def follows(self) -> bool:
         """One worker at the default rate is not pulled back."""
         return self.workers == 1 and self.moving_rate is None
 
     @property
-    def keeps_copy(self) -> bool:
+    def keeps_base(self) -> bool:
         """`c̃` is needed for the penalty only."""
         return self.rho > 0
 
@@ -91,36 +95,35 @@ class ElasticAverage(Rule):
         """ρ is each worker's own affair; α is not."""
         return super().settings() | {"moving_rate": float(self.alpha)}
 
-    def contribute(self, local: LocalBlock, c: Array, gradients: int) -> Array:
-        """`δ = α(x − c)`; `x` where the center follows."""
-        if local.copy is not None:
-            np.copyto(local.copy, c)
-        δ = local.message
-        if self.follows:
-            np.copyto(δ, local.x)
-            return δ
-        np.subtract(local.x, c, out=δ)
-        np.multiply(δ, self.alpha, out=δ)
-        return δ
+    def contribute(self, x: Array, a: Array, base: Array, n: int, out: Array) -> Array:
+        """Return `x` itself."""
+        return x
 
-    def merge(self, center: CenterBlock, messages: Sequence[Array], rate: float) -> None:
-        """`c ← c + δ`; `x` where the center follows."""
-        for δ in messages:
-            if self.follows:
-                np.copyto(center.c, δ)
-            elif center.large:
-                np.add(center.c, δ, out=center.work)
-                np.copyto(center.c, center.work)
-            else:
-                np.add(center.c, δ, out=center.c)
-
-    def adopt(self, local: LocalBlock, message: Array, c: Array) -> None:
-        """`x ← x − δ`; `x` stays where the center follows."""
+    def adopt(self, x: Array, base: Array, c: Array, work: Array) -> None:
+        """`x ← x − α(x − c)`, `c̃ ← c`; `x` stays where the center follows."""
+        if base.size:
+            np.copyto(base, c)
         if not self.follows:
-            np.subtract(local.x, message, out=local.x)
+            np.subtract(x, c, out=work)
+            np.multiply(work, self.alpha, out=work)
+            np.subtract(x, work, out=x)
 
-    def penalize(self, g: Array, x: Array, copy: Array, work: Array) -> None:
+    def swap(self, x: Array, base: Array, c: Array, work: Array) -> bool:
+        """Compute δ once for both sides."""
+        if self.follows:
+            return False
+        δ = np.subtract(x, c, out=work)
+        np.multiply(δ, self.alpha, out=δ)
+        if not math.isfinite(size(δ)):
+            return False  # the center may overflow
+        if base.size:
+            np.copyto(base, c)
+        np.add(c, δ, out=c)
+        np.subtract(x, δ, out=x)
+        return True
+
+    def penalize(self, g: Array, x: Array, base: Array, work: Array) -> None:
         """`g ← g + ρ(x − c̃)`."""
-        np.subtract(x, copy, out=work)
+        np.subtract(x, base, out=work)
         np.multiply(work, self.rho, out=work)
         np.add(g, work, out=g, casting="same_kind")

@@ -1,7 +1,8 @@
 """The slow twin: p workers and a center in one plain loop. Everything else must agree with it.
 
-No blocks, no locks, no clever memory: the formulas of SPEC's table, written out again, on
-dictionaries of arrays. Front ends and centers are compared with the rows it yields.
+No blocks, no locks, no clever memory: the formulas of the three first rules, written out again, on
+dictionaries of arrays; of any other rule the four verbs, one after another, on whole arrays. Front
+ends and centers are compared with the rows it yields.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from springline.rules.agn import AGN
+from springline.rules.average import ModelAverage
 from springline.rules.elastic import ElasticAverage
-from springline.rules.outer import Outer
+from springline.rules.outer import Exchange, Outer, Point
 from springline.rules.rule import Rule
 
 Array = NDArray[Any]
@@ -28,11 +30,11 @@ class Optimizer:
     """Any outer optimizer with its own state: an inner optimizer, or the center's."""
 
     kind: Outer
-    state: dict[str, Arrays] = field(default_factory=dict)
+    state: dict[str, Mapping[str, Array]] = field(default_factory=dict)
 
-    def step(self, x: Arrays, gradients: Mapping[str, Array], rate: float | None = None) -> None:
+    def step(self, x: Arrays, gradients: Mapping[str, Array], count: int = 1) -> None:
         """Move every array of `x` that has a gradient, in place."""
-        rate = self.kind.learning_rate if rate is None else rate
+        rate = self.kind.learning_rate
         for name, g in gradients.items():
             if name not in self.state:
                 shapes = self.kind.state(name, x[name].shape)
@@ -40,8 +42,10 @@ class Optimizer:
                     key: np.full(shape, first, x[name].dtype)
                     for key, (shape, first) in shapes.items()
                 }
-            self.kind.advance(self.state[name])
-            self.kind.step(name, x[name], g, self.state[name], rate, np.empty_like(x[name]))
+            then = Point(np.empty_like(x[name]), _copy(self.state[name]))
+            exchange = Exchange(rate=rate, count=count, name=name)
+            self.kind.step(Point(x[name], self.state[name]), g, exchange, then)
+            x[name][...], self.state[name] = then
 
 
 @dataclass
@@ -81,7 +85,9 @@ class Twin:
         self.c = _copy(self.start)
         self.center_buffers = _copy(self.buffers)
         self.global_step = 0
-        self.outer = Optimizer(self.rule.outer) if self.rule.outer else None
+        self.outer = Optimizer(self.rule.outer)
+        self.exchanges = [0] * self.rule.workers
+        self.others = [0] * self.rule.workers  # exchanges of others, at each worker's last
         self.workers = [
             TwinWorker(_copy(self.c), _copy(self.buffers), Optimizer(self.inner), _copy(self.c))
             for _ in range(self.rule.workers)
@@ -94,7 +100,7 @@ class Twin:
             for rank in ranks:
                 self.local(rank)
             due = [r for r in ranks if self.workers[r].local_step % self.rule.period == 0]
-            if due and (self.rule.synchronous or self.together):
+            if due and (self.rule.rounds or self.together):
                 self.exchange(due)
             else:
                 for rank in due:
@@ -129,20 +135,44 @@ class Twin:
                         self.c[k] += δ
                         w.x[k] -= δ
                 w.copy = _copy(before)
-        elif isinstance(self.rule, AGN) and self.outer:
+        elif isinstance(self.rule, AGN):
             for w in ws:
                 self.outer.step(self.c, {k: a / w.gradients for k, a in w.a.items()})
                 w.x = _copy(self.c)
-        else:
+        elif isinstance(self.rule, ModelAverage):
             self.c = {k: np.asarray(sum(w.x[k] for w in ws) / len(ws)) for k in before}
             for w in ws:
                 w.x = _copy(self.c)
+        else:
+            self._four_verbs(ranks)
         for k, b in buffers_before.items():
-            mean = len(ws) if self.rule.synchronous else self.rule.workers
+            mean = len(ws) if self.rule.rounds or self.together else self.rule.workers
             self.center_buffers[k] = np.asarray(b + sum((w.buffers[k] - b) / mean for w in ws))
         for w in ws:
             w.buffers, w.a, w.gradients = _copy(self.center_buffers), {}, 0
-        self.global_step += 1 if self.rule.synchronous or self.together else len(ws)
+        self.global_step += 1 if self.rule.rounds or self.together else len(ws)
+
+    def _four_verbs(self, ranks: Sequence[int]) -> None:
+        rule, before = self.rule, _copy(self.c)
+        others = self.global_step - self.exchanges[ranks[0]]
+        exchange = Exchange(self.global_step, len(ranks), others - self.others[ranks[0]])
+        messages: dict[str, list[Array]] = {k: [] for k in before}
+        for w in (self.workers[r] for r in ranks):
+            for k, x in w.x.items():
+                a, base = w.a.get(k, np.empty(0)), w.copy[k] if rule.keeps_base else np.empty(0)
+                if not rule.accumulates or k in w.a:
+                    m = rule.contribute(x, a, base, w.gradients, np.empty_like(x))
+                    messages[k].append(np.array(m) * rule.weight(exchange))
+        means = {k: np.asarray(sum(ms) / len(ms)) for k, ms in messages.items() if ms}
+        self.outer.step(self.c, means, len(ranks))
+        for r in ranks:
+            self.others[r], w = others, self.workers[r]
+            self.exchanges[r] += 1
+            for k, x in w.x.items():
+                point = Point(self.c[k], self.outer.state.get(k, {}))
+                new = rule.outer.publish(point, np.empty_like(x))
+                base = w.copy[k] if rule.keeps_base else np.empty(0)
+                rule.adopt(x, base, before[k] if rule.adopts_seen else new, np.empty_like(x))
 
 
 def _copy(arrays: Mapping[str, Array]) -> Arrays:

@@ -1,58 +1,40 @@
-"""The contract of a rule: what leaves a worker, what the center becomes, what the worker becomes.
+"""The contract of a rule: four verbs, of which it writes two and its outer optimizer one.
 
-A rule is three small functions on arrays and its hyperparameters. It works on *blocks*, runs of
-elements that stay in cache between the functions, and knows nothing of where the center is::
+::
 
-    message = rule.contribute(local, c, gradients)   # in the worker
-    rule.merge(center, [message, ...], rate)         # where the center lives
-    rule.adopt(local, message, c)                    # in the worker
+    message = rule.contribute(x, a, base, n, out)            # in the worker
+    m = mean of weight × message                             # at the center; `reduce`
+    rule.outer.step(now, m, exchange, then)                  # at the center
+    rule.adopt(x, base, c, work)                             # in the worker
 
-Symbols: `x` a worker's own parameters, `c` the center, `c̃` the worker's copy of the center, `a`
-its accumulated gradient, `p` workers, `τ` the period, `α` the moving rate, `ρ` the penalty.
+A rule works on *blocks*, runs of elements that stay in cache between the verbs, and knows nothing
+of where the center is.
+
+Symbols: `x` a worker's own parameters, `c` the center, `base` (c̃) the worker's last copy of the
+center, `a` its accumulated gradient, `p` workers, `τ` the period, `α` the moving rate, `ρ` the
+penalty.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from springline.checks import at_least_one
-from springline.rules.outer import Outer
+from springline.rules.outer import Exchange, Outer
 
 Array = NDArray[Any]
 
 
-@dataclass(slots=True)
-class LocalBlock:
-    """A worker's side of a block. All are views of the worker's flat buffers."""
-
-    x: Array
-    message: Array  # room for what leaves the worker, as long as x
-    a: Array = field(default_factory=lambda: np.empty(0))
-    copy: Array | None = None  # c̃
-    large: bool = True  # whether the message, added to a finite c, may overflow
-
-
-@dataclass(slots=True)
-class CenterBlock:
-    """The center's side of a block."""
-
-    c: Array
-    work: Array  # room for intermediate results, so that c itself never holds one
-    state: Mapping[str, Array] = field(default_factory=dict)  # the outer optimizer's
-    name: str = ""  # the parameter, where a block belongs to one
-    large: bool = True  # whether adding the messages may overflow
-
-
 @dataclass(frozen=True, kw_only=True)
 class Rule(ABC):
-    """Hyperparameters that every rule has, and the three functions that it is.
+    """Hyperparameters that every rule has, and what it does with a block.
 
     Args:
         period: τ, local steps between two exchanges.
@@ -63,23 +45,22 @@ class Rule(ABC):
     workers: int = 1
 
     name: ClassVar[str]
-    synchronous: ClassVar[bool] = False  # an exchange is a round of all live workers
-    accumulates: ClassVar[bool] = False  # the worker keeps `a`
-    reads_center: ClassVar[bool] = False  # the message depends on `c`
-    adopts_message: ClassVar[bool] = False  # the worker adopts its message, not the new `c`
+    rounds: ClassVar[bool] = False  # an exchange is a round of all live workers
+    accumulates: ClassVar[bool] = False  # the worker keeps `a`; entries without one are skipped
+    adopts_seen: ClassVar[bool] = False  # `adopt` takes `c` from before the step, not after it
 
     def __post_init__(self) -> None:
         at_least_one("period", self.period, "It is the number of local steps between exchanges.")
         at_least_one("workers", self.workers, "It is the number of workers of the run.")
 
     @property
-    def outer(self) -> Outer | None:
-        """The optimizer that turns a message into a new center, if the rule has one."""
-        return None
+    @abstractmethod
+    def outer(self) -> Outer:
+        """What turns the reduced message into the next center."""
 
     @property
-    def keeps_copy(self) -> bool:
-        """Whether the worker needs `c̃`."""
+    def keeps_base(self) -> bool:
+        """Whether the worker keeps `base`."""
         return False
 
     @property
@@ -92,24 +73,57 @@ class Rule(ABC):
         return {"rule": self.name, "period": int(self.period), "workers": int(self.workers)}
 
     @abstractmethod
-    def contribute(self, local: LocalBlock, c: Array, gradients: int) -> Array:
-        """Return the message; `c` is the center before the exchange."""
+    def contribute(self, x: Array, a: Array, base: Array, n: int, out: Array) -> Array:
+        """Return the message: `out`, once it is written, or `x` itself.
 
-    @abstractmethod
-    def merge(self, center: CenterBlock, messages: Sequence[Array], rate: float) -> None:
-        """Bring one message (or a round's) into `center.c`.
-
-        A process may be killed between any two stores, and numpy raises where a result is not
-        finite: whatever is left must be a usable center, so intermediate results go to
-        `center.work`.
+        `a` holds `n` gradients; `a` and `base` are empty unless the rule keeps them.
         """
 
-    @abstractmethod
-    def adopt(self, local: LocalBlock, message: Array, c: Array) -> None:
-        """Set `local.x`; `c` is the center after the exchange."""
+    def weight(self, exchange: Exchange) -> float:
+        """Return what a message is multiplied by before it is reduced."""
+        return 1.0
 
-    def penalize(self, g: Array, x: Array, copy: Array, work: Array) -> None:
+    @abstractmethod
+    def adopt(self, x: Array, base: Array, c: Array, work: Array) -> None:
+        """Set `x`, and `base` if the rule keeps it; `work` is scratch of the same shape."""
+
+    def swap(self, x: Array, base: Array, c: Array, work: Array) -> bool:
+        """Do all four verbs in one go, where worker and center are in one memory.
+
+        For rules whose verbs compute the same thing on both sides. The result must be theirs, to
+        the bit. False if nothing was done, and the verbs are to be called.
+        """
+        return False
+
+    def penalize(self, g: Array, x: Array, base: Array, work: Array) -> None:
         """Add to the gradient `g` what the rule adds to the loss; nothing unless a rule says so."""
+
+
+def reduce(messages: Sequence[Array], weights: Sequence[float], out: Array, work: Array) -> Array:
+    """Return the mean of `weight × message`, in the order given: `out`, or the one message itself.
+
+    `out` is written by the last operation only. It may be one of the messages.
+    """
+    first, *others = messages
+    n = len(messages)
+    if not others and weights[0] == 1:
+        return first
+    try:
+        total = _weighted(first, weights[0], work)
+        for message, weight in zip(others, weights[1:], strict=True):
+            np.add(total, message if weight == 1 else message * weight, out=work)
+            total = work
+        np.divide(total, n, out=out)
+    except FloatingPointError:  # the sum is too large, the mean is not
+        np.multiply(first, weights[0] / n, out=work)
+        for message, weight in zip(others, weights[1:], strict=True):
+            np.add(work, message * (weight / n), out=work)
+        np.copyto(out, work)
+    return out
+
+
+def _weighted(message: Array, weight: float, work: Array) -> Array:
+    return message if weight == 1 else np.multiply(message, weight, out=work)
 
 
 def size(values: Array) -> float:

@@ -121,7 +121,7 @@ class EagerCenter:
         progress.note_first_step(worker)
         if not isinstance(worker.center, LocalCenter):
             atexit.register(self._at_exit)
-        kept = worker.local.copy if worker.local.a is None else worker.local.a
+        kept = worker.local.base if worker.local.a is None else worker.local.a
         views = {} if kept is None else worker.layout.views(kept)
         for name, v in variables.items():
             beside = None
@@ -195,7 +195,7 @@ class EagerCenter:
     def _received(self) -> list[Variable]:
         """Where what comes back goes: all `x`; all `c̃`, if there are any."""
         trios = self._trios.values()
-        copies = [trio.beside for trio in trios] if self.worker.local.copy is not None else []
+        copies = [trio.beside for trio in trios] if self.worker.local.base is not None else []
         return [*(trio.local for trio in trios), *copies]
 
     def _forget(self) -> None:
@@ -235,8 +235,8 @@ class EagerCenter:
         """Return what `_received` takes: copies, for TensorFlow may keep what it is given."""
         worker, names = self.worker, self._trios
         results = [worker.parameters[name].copy() for name in names]
-        if worker.local.copy is not None:
-            views = worker.layout.views(worker.local.copy)
+        if worker.local.base is not None:
+            views = worker.layout.views(worker.local.base)
             results += [views[name].astype(x.dtype) for name, x in zip(names, results, strict=True)]
         return results
 

@@ -100,7 +100,7 @@ class CenterOptimizer(CenterReader):
         self._entries = {id(p): self.worker.layout.index[n] for n, p in parameters.items()}
         self._overlap = Overlap(self.worker, self.binding) if self._overlapping else None
         local = self.worker.local
-        kept = local.copy if local.a is None else local.a
+        kept = local.base if local.a is None else local.a
         self._mirror = Mirror(self.worker.layout, kept, parameters)
 
     def _step(self, closure: Closure | None) -> float | None:

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from springline.rules.outer import Shape, State
+from springline.rules.outer import Exchange, Outer, Point, Shape
 from springline.rules.rule import is_finite, size
 
 _TAKEN = "steps_taken"  # by the center's parameter; 0 means that there is no state
@@ -29,7 +29,7 @@ _NOT_SETTINGS = ("params", "param_names", "lr", "initial_lr", "swa_lr", "max_lr"
 _COMPUTED = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
 
 
-class TorchOuter:
+class TorchOuter(Outer):
     """The twin of a torch optimizer.
 
     Args:
@@ -37,7 +37,7 @@ class TorchOuter:
         groups: the settings of each parameter, by name.
     """
 
-    elementwise = False  # torch optimizers see whole parameters in their own shape
+    whole = True  # torch optimizers see whole parameters in their own shape
 
     def __init__(self, inner: torch.optim.Optimizer, groups: Mapping[str, dict[str, Any]]) -> None:
         self._inner = inner
@@ -45,20 +45,13 @@ class TorchOuter:
             name: {k: v for k, v in group.items() if k not in _NOT_SETTINGS}
             for name, group in groups.items()
         }
-        # By thread and the parameter's address: without locks several threads are at one parameter.
-        self._optimizers: dict[tuple[int, int], torch.optim.Optimizer] = {}
+        # By thread, name and address: without locks several threads are at one parameter.
+        self._optimizers: dict[tuple[int, str, int], torch.optim.Optimizer] = {}
         self._numbers: dict[str, dict[str, type]] = {}  # what of a state is a plain number
         self.learning_rate = float(inner.defaults.get("lr", 0.0))
-
-    @property
-    def alone(self) -> bool:
-        """Most divide by one part of their state what they have in another."""
-        return not isinstance(self._inner, torch.optim.SGD)
-
-    @property
-    def kind(self) -> str:
-        """The name of the optimizer."""
-        return type(self._inner).__name__
+        self.kind = type(inner).__name__
+        plain = isinstance(inner, torch.optim.SGD)  # the only one without state
+        self.stateless = plain and not any(g.get("momentum") for g in self._groups.values())
 
     def settings(self) -> dict[str, Any]:
         """Return the kind, and each parameter's settings where they differ from the first's."""
@@ -74,6 +67,8 @@ class TorchOuter:
 
     def state(self, name: str, shape: Shape) -> dict[str, tuple[Shape, float]]:
         """Return what the optimizer keeps of a parameter."""
+        if self.stateless:
+            return {}
         shapes: dict[str, tuple[Shape, float]] = {_TAKEN: ((1,), 0.0)}
         for key, value in self._try(name, shape).items():
             if isinstance(value, Tensor | int | float):
@@ -101,48 +96,41 @@ class TorchOuter:
         self._numbers[name] = {k: type(v) for k, v in state.items() if isinstance(v, int | float)}
         return state
 
-    def advance(self, state: State) -> None:
-        """Torch optimizers count for themselves."""
-
-    def step(
-        self,
-        name: str,
-        c: NDArray[Any],
-        g: NDArray[Any],
-        state: State,
-        rate: float,
-        work: NDArray[Any],
-    ) -> None:
-        """Take one step on `c`, in place."""
+    def step(self, now: Point, g: NDArray[Any], exchange: Exchange, then: Point) -> None:
+        """Take one step, in place on a copy."""
         if size(g) == math.inf:
-            np.square(g, out=work)  # raises where a second moment would overflow
-        place = threading.get_ident(), c.ctypes.data
+            np.square(g, out=then.c)  # raises where a second moment would overflow
+        np.copyto(then.c, now.c)
+        for key, kept in now.state.items():
+            np.copyto(then.state[key], kept)
+        name = exchange.name
+        place = threading.get_ident(), name, then.c.ctypes.data
         optimizer = self._optimizers.get(place)
         if optimizer is None:
-            p = torch.nn.Parameter(torch.from_numpy(c))
+            p = torch.nn.Parameter(torch.from_numpy(then.c))
             optimizer = self._optimizers[place] = self._make(name, p)
             if name not in self._numbers:
-                self._try(name, c.shape)
+                self._try(name, then.c.shape)
         group = optimizer.param_groups[0]
         p = group["params"][0]
-        group["lr"] = rate
+        group["lr"] = exchange.rate
         p.grad = self._gradient(torch.from_numpy(g))
+        state = then.state
         arrays = {key: torch.from_numpy(array) for key, array in state.items() if key != _TAKEN}
         optimizer.state[p] = first_state(self._inner, p)
-        if state[_TAKEN][0]:
+        if arrays and state[_TAKEN][0]:
             numbers = {key: kind(arrays[key]) for key, kind in self._numbers[name].items()}
             optimizer.state[p] = arrays | numbers
-        np.copyto(work, c)
         optimizer.step()
         p.grad = None  # a sparse one is a copy
-        if not is_finite(c):
-            np.copyto(c, work)
+        if not is_finite(then.c):
             raise FloatingPointError(f"the step of {self.kind} overflows")
         for key, array in arrays.items():
-            now = optimizer.state[p][key]
-            if now is not array:
-                array.copy_(torch.as_tensor(now))
-        state[_TAKEN][0] += 1
+            after = optimizer.state[p][key]
+            if after is not array:
+                array.copy_(torch.as_tensor(after))
+        if _TAKEN in state:
+            state[_TAKEN][0] += 1
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.kind})"

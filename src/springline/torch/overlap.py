@@ -91,8 +91,8 @@ class Overlap:
         self._binding.scatter()
         if error:
             raise error
-        if self._worker.local.copy is not None and self._reply.copy is not None:
-            np.copyto(self._worker.local.copy, self._reply.copy)
+        if self._worker.local.base is not None and self._reply.base is not None:
+            np.copyto(self._worker.local.base, self._reply.base)
         return True
 
     def drop(self) -> None:
@@ -120,8 +120,10 @@ def _exchange(
             for x, move, s in blocks:
                 np.copyto(s, x)
                 np.copyto(move, s)  # not x, which may have changed
-            if reply.a is not None and worker.local.a is not None:
-                np.copyto(reply.a, worker.local.a)
+            local = worker.local
+            for mine, snapshot in ((local.a, reply.a), (local.base, reply.base)):
+                if mine is not None and snapshot is not None:
+                    np.copyto(snapshot, mine)
         finally:
             taken.set()
         try:

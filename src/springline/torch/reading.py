@@ -90,7 +90,7 @@ class CenterReader(Wrapper):
         worker = self.worker
         if not worker.unexchanged or worker.finished:
             return
-        if self._owns_center and worker.rule.follows and not worker.rule.keeps_copy:
+        if self._owns_center and worker.rule.follows and not worker.rule.keeps_base:
             self._exchange()
         elif not self._warned and (is_over() or (worker.unexchanged > 1 and not worker.exchanges)):
             self._warned = True

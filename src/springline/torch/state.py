@@ -30,8 +30,8 @@ def save(worker: Worker) -> State:
     if local.a is not None:
         views = layout.views(local.a)
         state["a"] = {n: _tensor(views[n]) for n, i in layout.index.items() if local.seen[i]}
-    if local.copy is not None:
-        state["copy"] = {n: _tensor(v) for n, v in layout.views(local.copy).items()}
+    if local.base is not None:
+        state["copy"] = {n: _tensor(v) for n, v in layout.views(local.base).items()}
     if own := own_center(worker):
         state["center"] = {
             "version": own.version,
@@ -72,9 +72,9 @@ def load(worker: Worker, state: State) -> None:
     local.gradients = state["gradients"]
     if own := own_center(worker):
         _load_center(own, state.get("center"))
-    if local.copy is not None:
+    if local.base is not None:
         own_values = {n: torch.from_numpy(v) for n, v in worker.center.values().items()}
-        _write(layout.views(local.copy), own_values | state.get("copy", {}))
+        _write(layout.views(local.base), own_values | state.get("copy", {}))
     if local.a is not None:
         _write(layout.views(local.a), state["a"])
         for name in state["a"]:

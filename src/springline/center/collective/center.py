@@ -1,9 +1,9 @@
-"""Synchronous rules over `torch.distributed`: the center is on every rank, the same to the bit.
+"""Rounds over `torch.distributed`: the center is on every rank, the same to the bit.
 
 An exchange is a round in which every rank of the group takes part: one all-reduce of one flat
-buffer (one for each stretch of one dtype, where a model mixes float64 and float32). Model averaging
-is the mean of those that contribute. Elastic averaging is the paper's synchronous form, with the
-`c` from before the round on every rank::
+buffer (one for each stretch of one dtype, where a model mixes float64 and float32), after which
+every rank has the mean of the messages and takes the same step. Elastic averaging is then the
+paper's synchronous form, with the `c` from before the round on every rank::
 
     x ← x − α(x − c)      c ← c + α Σ(xᵢ − c)
 
@@ -19,7 +19,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,13 +29,12 @@ from springline.center.center import Center, Progress, check_finite, check_setti
 from springline.center.collective.group import Group
 from springline.center.collective.member import CollectiveMember
 from springline.center.collective.replica import Replica, Row
-from springline.center.collective.save import NO_STATE, Keeper
+from springline.center.collective.save import Keeper
 from springline.center.collective.start import agree, check_goes_on, check_rule
 from springline.center.errors import CenterError, RankError
 from springline.center.layout import Bytes, Layout
 from springline.center.plan import Plan
 from springline.checks import is_number
-from springline.rules.elastic import ElasticAverage
 from springline.rules.rule import Rule
 
 SAVE_EVERY = 30.0
@@ -55,9 +54,6 @@ class CollectiveCenter(Center):
         restore: a checkpoint that rank 0 takes the first values from, if the directory has none.
     """
 
-    asynchronous: ClassVar[bool] = False
-    synchronous: ClassVar[bool] = True
-
     def __init__(
         self,
         group: Group,
@@ -70,27 +66,15 @@ class CollectiveCenter(Center):
     ) -> None:
         self.group = group
         self.process = os.getpid()
-        self.plan = Plan.of(layout, rule, use_locking=True)
-        self.replica = Replica(layout, group.size, group.device)
         self.member: CollectiveMember | None = None
         self.turn = threading.RLock()  # held while `c` is copied or changes its place
         self._exchanges = [0] * group.size
         self._keeper: Keeper | None = None
         try:
-            self._start(rule, values, directory, save_every, restore)
+            self._start(layout, rule, values, directory, save_every, restore)
         except BaseException:
             self.close()
             raise
-
-    @classmethod
-    def takes(cls, rule: Rule) -> bool:
-        """The synchronous rules, and elastic averaging, which has a synchronous form."""
-        return rule.synchronous or isinstance(rule, ElasticAverage)
-
-    @classmethod
-    def in_rounds(cls, rule: Rule) -> bool:
-        """Every exchange here is a round."""
-        return True
 
     @property
     def version(self) -> int:
@@ -119,7 +103,7 @@ class CollectiveCenter(Center):
         self.check_process()
         out = self.layout.allocate() if out is None else out
         with self.turn:
-            np.copyto(out, self.replica.buffers[self.replica.now])
+            np.copyto(out, self.replica.center)
         return out
 
     def join(self, rank: int, rule: Rule, timeout: float | None = None) -> CollectiveMember:
@@ -137,8 +121,7 @@ class CollectiveCenter(Center):
 
     def save(self, path: str | Path) -> None:
         """Write a checkpoint. Every rank has the center, so that any of them can."""
-        center, version, steps = self._snapshot()
-        checkpoint.write(Path(path), self.plan, center, NO_STATE, version, steps)
+        checkpoint.write(Path(path), self.plan, *self._snapshot())
 
     def close(self) -> None:
         """Let go of the group. Unlike `leave`, it waits for nobody, and others may fail."""
@@ -150,21 +133,21 @@ class CollectiveCenter(Center):
 
     def take_values(self, values: Bytes | None) -> None:
         """Take rank 0's values for `c`, on all ranks; the others may give none."""
-        given = self.layout.allocate() if values is None else values.copy()
-        tensor = torch.from_numpy(given).to(self.group.device)
+        self._take(self.layout.allocate() if values is None else values, self.replica.center)
+
+    def _take(self, values: Bytes, into: Bytes) -> None:
+        """Write rank 0's values into a buffer of every rank."""
+        tensor = torch.from_numpy(values.copy()).to(self.group.device)
         self.group.broadcast(tensor)
         with self.turn:
-            np.copyto(self.replica.buffers[self.replica.now], tensor.cpu().numpy())
+            np.copyto(into, tensor.cpu().numpy())
 
     def close_round(self, rows: Sequence[Row], changed: bool) -> None:
-        """Take the sum for `c`, if it changed, and what the ranks report."""
-        with self.turn:
-            if changed:
-                self.replica.now = self.replica.next
-            contributed = [changed and row.contributes for row in rows]
-            self._version += any(contributed)
-            self._exchanges = [n + c for n, c in zip(self._exchanges, contributed, strict=True)]
-            self.rows = list(rows)
+        """Count the round, if it changed `c`, and take what the ranks report."""
+        contributed = [changed and row.contributes for row in rows]
+        self._version += any(contributed)
+        self._exchanges = [n + c for n, c in zip(self._exchanges, contributed, strict=True)]
+        self.rows = list(rows)
 
     def offer_save(self) -> None:
         """Write a checkpoint, if the last is old."""
@@ -185,13 +168,15 @@ class CollectiveCenter(Center):
             self._keeper.save(self._snapshot)
             self._keeper.close()
 
-    def _snapshot(self) -> tuple[Bytes, int, list[int]]:
+    def _snapshot(self) -> tuple[Bytes, Bytes, int, list[int]]:
         self.check_process()
         with self.turn:
-            return self.read(), self._version, [row.steps for row in self.rows]
+            state = self.replica.state.copy()
+            return self.read(), state, self._version, [row.steps for row in self.rows]
 
     def _start(
         self,
+        layout: Layout,
         rule: Rule,
         values: Mapping[str, Any],
         directory: Path | None,
@@ -199,15 +184,19 @@ class CollectiveCenter(Center):
         restore: Path | None,
     ) -> None:
         """Agree with all other ranks, and take rank 0's values."""
-        center = self.layout.allocate()
+        center = layout.allocate()
 
         def prepare() -> dict[str, Any]:
-            check_rule(rule, self.takes(rule), self.group.size)
-            self.layout.write(center, values)
+            check_rule(rule, self.group.size)
+            self.plan = Plan.of(layout, rule, use_locking=True, rounds=True)
+            self.replica = Replica(self.plan, self.group.size, self.group.device)
+            layout.write(center, values)
             return {} if self.group.rank else self._first(center, directory, save_every, restore)
 
-        first = agree(self.group, self.plan, prepare)
+        first = agree(self.group, layout, rule, prepare)
         self.take_values(center)
+        if self.plan.state:
+            self._take(self.replica.state, self.replica.state)
         self._version: int = first["version"]
         self.sealed = int(self._version > 0)  # how; see `Member.seal`
         steps: list[int] = first["steps"]
@@ -228,7 +217,7 @@ class CollectiveCenter(Center):
         if saved is None:
             check_finite(self.layout, self.layout.views(center))
             return {"version": 0, "steps": [0] * self.group.size}
-        found = checkpoint.read(saved, self.plan, center, NO_STATE)
+        found = checkpoint.read(saved, self.plan, center, self.replica.state)
         _log.warning("Going on from %s, version %d.", saved, found.version)
         return {"version": found.version, "steps": found.steps}
 

@@ -8,40 +8,43 @@ import math
 import os
 import threading
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from springline.center.blocks import (
+    ERRORS,
+    Block,
+    Blocks,
+    RefusedError,
+    Side,
+    adopted,
+    commit,
+    contribute,
+    non_finite,
+    step,
+)
 from springline.center.center import Local, Member, check_finite
 from springline.center.collective.replica import Row
 from springline.center.errors import AFTER_NAN, CenterError, NonFiniteError
-from springline.center.layout import Bytes, Run
-from springline.rules.buffers import buffer_rule
-from springline.rules.rule import LocalBlock, Rule, size
+from springline.center.layout import Bytes
+from springline.center.plan import arrays_of
+from springline.rules.outer import Exchange
+from springline.rules.rule import Rule, size
 
 if TYPE_CHECKING:
     from springline.center.collective.center import CollectiveCenter
 
 
-@dataclass(slots=True)
-class Block:
-    """The two sides of a block, and the rule for it."""
-
-    run: Run
-    rule: Rule
-    local: LocalBlock  # its message becomes the sum over all ranks, which is the next `c`
-    c: NDArray[Any]
-    pulls: bool  # the worker moves by its own message; else it takes the next `c`
+CHECK_EVERY = 100  # rounds from one comparison of the ranks' centers to the next
 
 
 class CollectiveMember(Member):
     """The one worker of this process's rank.
 
-    Model averaging adds up `x/p`, so that the sum is the mean. Elastic averaging adds up every
-    rank's `δ`, and rank 0 adds `c` to its own: the sum is `c + Σδ`. Either way it is the next `c`,
-    and no rank has to touch it again.
+    Every rank adds its message, divided by the number of ranks, to the sum. Each then takes the
+    same step on its own `c`.
     """
 
     def __init__(self, center: CollectiveCenter, rule: Rule) -> None:
@@ -56,7 +59,10 @@ class CollectiveMember(Member):
         self._turn = threading.RLock()  # a signal handler may come in the middle of an exchange
         self._busy = False
         self._bound: Local | None = None
-        self._blocks: list[list[Block]] = []
+        plan, replica = center.plan, center.replica
+        state = arrays_of(plan.state, replica.state)
+        self._blocks = Blocks(plan, rule, plan.shards, replica.center, state)
+        self._sides: list[tuple[Block, Side]] = []
 
     def exchange(self, local: Local) -> None:
         """Take part in a round; two threads of a worker take turns."""
@@ -66,17 +72,13 @@ class CollectiveMember(Member):
             if local is not self._bound:
                 self._bind(local)
             self._seal(None)
-            blocks = self._blocks[self.center.replica.next]
             self._busy = True
             try:
-                large, error = self._contribute(blocks)
+                large, error = self._contribute(local)
                 steps = self._steps if error else local.steps
                 self._meet(Row(error is None, False, large, self._seconds, steps))
                 if error:
                     raise error
-                for block in blocks:
-                    if not block.pulls:
-                        block.rule.adopt(block.local, block.local.message, block.local.message)
             finally:
                 self._busy = False
                 local.forget_gradients()
@@ -131,7 +133,7 @@ class CollectiveMember(Member):
             if not self.center.group.broken:
                 self._seal(None)
             while not (self.center.group.broken or all(r.finished for r in self.center.rows)):
-                self._withdraw(self._idle())
+                self.center.replica.messages.fill(0)
                 with contextlib.suppress(NonFiniteError):  # of others, who are told
                     self._meet(Row(False, True, False, self._seconds, self._steps))
             whole = not self.center.group.broken
@@ -142,78 +144,79 @@ class CollectiveMember(Member):
                 self.center.close()
 
     def _meet(self, row: Row) -> None:
-        """Add up, and close the round."""
+        """Add up, and close the round: a step on every rank's own `c`."""
         center, replica = self.center, self.center.replica
+        if center.version and center.version % CHECK_EVERY == 0:
+            row = replace(row, checksum=replica.checksum())
         with center.group.round():
             replica.report(self.rank, row)
             replica.add_up(center.group)
             rows = replica.reports()
+            self._compare(rows)
             count = sum(r.contributes for r in rows)
-            if self.rule.synchronous and 0 < count < len(rows):
+            if 0 < count < len(rows):
                 replica.scale(len(rows) / count)
             name = replica.overflown() if any(r.large for r in rows) else None
-            counts = count > 0 or not self.rule.synchronous
-            center.close_round(rows, changed=counts and name is None)
-        if count and name is None:
+            with center.turn:
+                if count and name is None:
+                    name = self._step(count, adopts=row.contributes)
+                    counts = name is None
+                else:
+                    counts = False
+                center.close_round(rows, changed=counts)
+        if counts:
             center.offer_save()
         if name:
             raise NonFiniteError(
-                f"{name!r} would overflow the center, which stays as it was before the round, on "
-                f"all ranks. {AFTER_NAN}"
+                f"{name!r} would overflow the center, where it stays as it was before the round, "
+                f"on all ranks. {AFTER_NAN}"
             )
 
-    def _contribute(self, blocks: list[Block]) -> tuple[bool, NonFiniteError | None]:
+    def _step(self, count: int, adopts: bool) -> str | None:
+        """Step every block, and adopt it; return the name of one that would overflow."""
+        exchange = Exchange(number=self.center.version, rate=self.rule.outer.learning_rate)
+        overflown = None
+        with np.errstate(**ERRORS):
+            for block, side in self._sides or self._idle():
+                try:
+                    step(block, (side.out,), exchange, count)
+                except RefusedError as error:
+                    overflown = overflown or self.center.layout.entry_at(error.offset).name
+                    continue
+                if adopts:
+                    c = adopted(block, True, side.out)
+                    block.rule.adopt(side.x, side.base, c, block.work)
+                commit(block)
+        return overflown
+
+    def _compare(self, rows: list[Row]) -> None:
+        """Raise if a rank's center differs from the first one's."""
+        wrong = [rank for rank, row in enumerate(rows) if row.checksum != rows[0].checksum]
+        if wrong:
+            raise CenterError(
+                f"The centers of ranks {wrong} differ from rank 0's, though every rank made the "
+                "same steps. Do all machines have the same software and hardware? Start again from "
+                "the last checkpoint."
+            )
+
+    def _contribute(self, local: Local) -> tuple[bool, NonFiniteError | None]:
         """Write this rank's part of the sum; whether it is large, and what was not finite."""
         large = False
-        with np.errstate(over="raise", invalid="raise"):
-            for k, block in enumerate(blocks):
+        with np.errstate(**ERRORS):
+            for block, side in self._sides:
                 try:
-                    large |= self._write(block)
-                except FloatingPointError:
-                    # Elastic: the blocks before have moved the worker, and so they count.
-                    self._withdraw(blocks if self.rule.synchronous else blocks[k:])
-                    return large, self._non_finite(block)
+                    message = contribute(block, side, local.gradients)
+                except RefusedError as error:
+                    self.center.replica.messages.fill(0)
+                    return False, non_finite(self.center.layout, error.offset, self.rank)
+                np.divide(message, self.rule.workers, out=side.out)
+                large |= size(side.out) == math.inf
         return large, None
 
-    def _write(self, block: Block) -> bool:
-        """Write a block's message; whether it is large."""
-        rule, local = block.rule, block.local
-        message = rule.contribute(local, block.c, 0)
-        if rule.synchronous:
-            np.divide(message, rule.workers, out=local.message)
-        square = size(local.message)
-        if math.isnan(square):
-            raise FloatingPointError
-        if block.pulls:
-            rule.adopt(local, local.message, block.c)
-        if self.rank == 0 and not (rule.synchronous or rule.follows):
-            with np.errstate(over="ignore"):  # it is large then, and all look at the sum
-                np.add(local.message, block.c, out=local.message)
-        return square == math.inf
-
-    def _withdraw(self, blocks: list[Block]) -> None:
-        """Leave the sum of these blocks to the others."""
-        for block in blocks:
-            if self.rank == 0 and not block.rule.synchronous:
-                np.copyto(block.local.message, block.c)
-            else:
-                block.local.message.fill(0)
-
-    def _idle(self) -> list[Block]:
-        if self._bound is None:
-            self._bind(Local(self.center.layout, self.rule))
-        return self._blocks[self.center.replica.next]
-
-    def _non_finite(self, block: Block) -> NonFiniteError:
-        x, run = block.local.x, block.run
-        with np.errstate(all="ignore"):
-            wrong = ~np.isfinite(x - block.c) if block.pulls else ~np.isfinite(x)
-        first = int(np.argmax(wrong)) * x.itemsize
-        return NonFiniteError(
-            f"{run.kind.capitalize()} {self.center.layout.name_at(run.start + first)!r} of rank "
-            f"{self.rank} has NaN or Inf (or would overflow the center), so it was not sent. "
-            f"{AFTER_NAN}"
-        )
+    def _idle(self) -> list[tuple[Block, Side]]:
+        """Return sides for a rank that never exchanged, and only makes the others' steps."""
+        self._bind(Local(self.center.layout, self.rule))
+        return self._sides
 
     def _check_here(self) -> None:
         if self.left:
@@ -224,17 +227,8 @@ class CollectiveMember(Member):
         self.center.group.check()  # before elastic averaging moves the worker
 
     def _bind(self, local: Local) -> None:
-        """Lay the worker's buffers beside the center's blocks, for either place of `c`."""
-        replica = self.center.replica
-        rules = {"parameter": self.rule, "buffer": buffer_rule(self.rule)}
-
-        def bind(run: Run, following: int) -> Block:
-            mine = LocalBlock(run.view(local.x), run.view(replica.buffers[following]))
-            if local.copy is not None:
-                mine.copy = run.view(local.copy)
-            rule = rules[run.kind]
-            pulls = run.kind == "parameter" and not rule.synchronous
-            return Block(run, rule, mine, run.view(replica.buffers[1 - following]), pulls)
-
-        self._blocks = [[bind(run, following) for run in replica.blocks] for following in (0, 1)]
+        """Lay the worker's buffers beside the center's blocks."""
+        bound = self._blocks.bind(local.x, local.a, local.base, out=self.center.replica.messages)
+        shards = zip(self._blocks.shards, bound, strict=True)
+        self._sides = [pair for shard in shards for pair in zip(*shard, strict=True)]
         self._bound = local

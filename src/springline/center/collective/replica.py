@@ -1,13 +1,13 @@
-"""The center on one rank: `c`, and the buffer in which an all-reduce makes the next one.
+"""The center on one rank: `c`, the outer optimizer's state, and the buffer of an all-reduce.
 
-There are two flat buffers. One holds `c`. Into the other each rank writes what it contributes, an
-all-reduce adds that up, and the sum *is* the next `c`: the two change places, and nothing is
-copied. In front of the parameters stands a table with a row per rank, which the same all-reduce
+Each rank writes its message, divided by the number of ranks, into the buffer; an all-reduce adds
+them up. In front of the messages stands a table with a row per rank, which the same all-reduce
 fills: every rank writes its own row, and zeros elsewhere.
 """
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -15,10 +15,11 @@ import numpy as np
 import torch
 
 from springline.center.collective.group import Group
-from springline.center.layout import ALIGNMENT, Bytes, Layout, aligned_zeros
+from springline.center.layout import Bytes, aligned, aligned_zeros
+from springline.center.plan import Plan
 from springline.rules.rule import Array
 
-_COLUMNS = 6  # of the table; a float32 counts to 2²⁴ only, so that steps take two
+_COLUMNS = 8  # of the table; a float32 counts to 2²⁴ only, so that large numbers take two
 _LOW = 1 << 20
 
 
@@ -31,72 +32,78 @@ class Row:
     large: bool  # its contribution may make the sum overflow
     seconds: float  # spent exchanging
     steps: int
+    checksum: int = 0  # of the center before the round; 0 in most
 
 
 class Replica:
-    """Both buffers, on the CPU; tensors must be on `device` to be sent."""
+    """The buffers, on the CPU; tensors must be on `device` to be sent."""
 
-    def __init__(self, layout: Layout, ranks: int, device: torch.device) -> None:
-        self._layout = layout
-        shards = list(layout.shards(whole=False))
-        self.blocks = [b for s in shards for b in layout.blocks(s, whole=False, elementwise=True)]
-        first = shards[0].dtype if shards else "float32"
+    def __init__(self, plan: Plan, ranks: int, device: torch.device) -> None:
+        self._layout = plan.layout
+        self._runs = [run for shard in plan.shards for run in plan.blocks(shard)]
+        self.center = plan.layout.allocate()
+        self.state = aligned_zeros(plan.state_nbytes)
+        for s in plan.state:
+            s.view(self.state).fill(s.first)
+        first = plan.shards[0].dtype if plan.shards else "float32"
         size = ranks * _COLUMNS * np.dtype(first).itemsize
-        head = -(-size // ALIGNMENT) * ALIGNMENT
-        both = [aligned_zeros(head + layout.nbytes) for _ in range(2)]
-        self.buffers: list[Bytes] = [whole[head:] for whole in both]
-        self._tables: list[Array] = [w[:size].view(first).reshape(ranks, _COLUMNS) for w in both]
-        spans = [(first, 0, head), *((s.dtype, head + s.start, head + s.stop) for s in shards)]
-        self._tensors: list[list[torch.Tensor]] = [[], []]  # one all-reduce each
-        for dtype, group in groupby(spans, lambda span: span[0]):
+        head = aligned(size)
+        both = aligned_zeros(head + plan.layout.nbytes)
+        self.messages: Bytes = both[head:]
+        self._table: Array = both[:size].view(first).reshape(ranks, _COLUMNS)
+        shards = [(s.dtype, head + s.start, head + s.stop) for s in plan.shards]
+        self._tensors: list[torch.Tensor] = []  # one all-reduce each
+        for dtype, group in groupby([(first, 0, head), *shards], lambda span: span[0]):
             (_, start, stop), *more = group
             stop = more[-1][2] if more else stop
-            for whole, tensors in zip(both, self._tensors, strict=True):
-                tensors.append(torch.from_numpy(whole[start:stop].view(dtype)))
-        self._staged = [t.to(device) for t in self._tensors[0]] if device.type != "cpu" else []
-        self.now = 0  # which of the two is `c`
-
-    @property
-    def next(self) -> int:
-        """Which of the two becomes the next `c`."""
-        return 1 - self.now
+            self._tensors.append(torch.from_numpy(both[start:stop].view(dtype)))
+        self._staged = [t.to(device) for t in self._tensors] if device.type != "cpu" else []
 
     def add_up(self, group: Group) -> None:
         """Replace what this rank contributes by the sum over all ranks."""
-        tensors = self._tensors[self.next]
-        for staged, tensor in zip(self._staged, tensors, strict=False):
+        for staged, tensor in zip(self._staged, self._tensors, strict=False):
             staged.copy_(tensor)
-        group.sum(self._staged or tensors)
-        for staged, tensor in zip(self._staged, tensors, strict=False):
+        group.sum(self._staged or self._tensors)
+        for staged, tensor in zip(self._staged, self._tensors, strict=False):
             tensor.copy_(staged)
+
+    def checksum(self) -> int:
+        """Return a number that tells the center and its state from others."""
+        return zlib.crc32(self.state.data, zlib.crc32(self.center.data)) or 1
 
     def report(self, rank: int, row: Row) -> None:
         """Write this rank's row into what it contributes."""
-        table = self._tables[self.next]
-        table[:] = 0
-        high, low = divmod(row.steps, _LOW)
-        table[rank] = row.contributes, row.finished, row.large, row.seconds, low, high
+        self._table[:] = 0
+        steps, check = divmod(row.steps, _LOW), divmod(row.checksum, _LOW)
+        self._table[rank] = row.contributes, row.finished, row.large, row.seconds, *steps, *check
 
     def reports(self) -> list[Row]:
         """Read all ranks' rows out of the sum."""
         return [
-            Row(bool(contributes), bool(finished), bool(large), seconds, int(low + _LOW * high))
-            for contributes, finished, large, seconds, low, high in self._tables[self.next].tolist()
+            Row(
+                contributes=bool(row[0]),
+                finished=bool(row[1]),
+                large=bool(row[2]),
+                seconds=row[3],
+                steps=int(_LOW * row[4] + row[5]),
+                checksum=int(_LOW * row[6] + row[7]),
+            )
+            for row in self._table.tolist()
         ]
 
     def scale(self, factor: float) -> None:
         """Multiply the sum; see `overflown`."""
         with np.errstate(over="ignore"):
-            for block in self.blocks:
-                total = block.view(self.buffers[self.next])
+            for run in self._runs:
+                total = run.view(self.messages)
                 np.multiply(total, factor, out=total)
 
     def overflown(self) -> str | None:
         """Return the name of a tensor of the sum that is not finite."""
-        for block in self.blocks:
-            total = block.view(self.buffers[self.next])
+        for run in self._runs:
+            total = run.view(self.messages)
             finite = np.isfinite(total)
             if not finite.all():
                 first = int(np.argmin(finite)) * total.itemsize
-                return self._layout.name_at(block.start + first)
+                return self._layout.entry_at(run.start + first).name
         return None

@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
 from springline.center import checkpoint
 from springline.center.errors import CenterError, CheckpointError
 from springline.center.layout import Bytes
@@ -20,8 +18,7 @@ from springline.center.plan import Plan
 from springline.center.shared import CHECKPOINT_NAME
 from springline.files import write_text
 
-Snapshot = Callable[[], tuple[Bytes, int, list[int]]]  # the center, its version, steps
-NO_STATE: Bytes = np.zeros(0, np.uint8)  # the synchronous rules have no outer optimizer
+Snapshot = Callable[[], tuple[Bytes, Bytes, int, list[int]]]  # center, state, version, steps
 _OURS = 0  # the lock of whoever keeps checkpoints in a directory
 _log = logging.getLogger("springline")
 
@@ -83,9 +80,9 @@ class Keeper:
             locks.release(_OURS)
             locks.close()
 
-    def _write(self, center: Bytes, version: int, steps: list[int]) -> None:
+    def _write(self, center: Bytes, state: Bytes, version: int, steps: list[int]) -> None:
         try:
-            checkpoint.write(self.path, self._plan, center, NO_STATE, version, steps)
+            checkpoint.write(self.path, self._plan, center, state, version, steps)
         except CheckpointError as error:  # training goes on, and so does the one before
             _log.warning("%s", error)
         self._saved_at = time.monotonic()

@@ -10,22 +10,24 @@ from springline.center.center import check_settings
 from springline.center.collective.group import Group
 from springline.center.errors import CenterError, LayoutError, SettingsError
 from springline.center.layout import Layout
-from springline.center.plan import Plan
 from springline.rules.rule import Rule
 
 
-def agree(group: Group, plan: Plan, prepare: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def agree(
+    group: Group, layout: Layout, rule: Rule, prepare: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
     """Compare this rank with all others.
 
     Args:
         group: its ranks; all of them must.
-        plan: this rank's, the same on all of them.
+        layout: this rank's, the same on all of them.
+        rule: this rank's, the same on all of them.
         prepare: what is to be done before; if it raises on one rank, all of them refuse.
 
     Returns:
         What `prepare` has returned on rank 0.
     """
-    mine: dict[str, Any] = {"layout": plan.layout.to_json(), "settings": plan.settings}
+    mine: dict[str, Any] = {"layout": layout.to_json(), "settings": rule.settings()}
     found: Exception | None = None
     try:
         mine |= prepare()
@@ -43,14 +45,14 @@ def agree(group: Group, plan: Plan, prepare: Callable[[], dict[str, Any]]) -> di
     return first
 
 
-def check_rule(rule: Rule, taken: bool, ranks: int) -> None:
-    """Refuse a rule that is not taken here, or that is for other numbers."""
-    if not taken:
+def check_rule(rule: Rule, ranks: int) -> None:
+    """Refuse a rule that cannot be used in rounds, or that is for other numbers."""
+    if rule.accumulates:
         raise SettingsError(
-            f"The rule {rule.name!r} is asynchronous, but in a process group all ranks exchange at "
-            "once, which only averaging and elastic averaging can. Start the script with "
-            "`springline run`: its shared center takes every rule, and so does that on a Ray "
-            "cluster (`--address`)."
+            f"The rule {rule.name!r} accumulates gradients, but in a process group all ranks "
+            "exchange at once, and some parameters may have no gradient on some of them. Start the "
+            "script with `springline run`: its shared center takes every rule, and so does that on "
+            "a Ray cluster (`--address`)."
         )
     if rule.workers != ranks:
         raise SettingsError(

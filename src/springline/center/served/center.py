@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,9 +36,6 @@ class ServedCenter(Center):
         shards: all of them, in order.
     """
 
-    asynchronous: ClassVar[bool] = True
-    synchronous: ClassVar[bool] = True
-
     def __init__(self, description: Mapping[str, Any], head: Peer, shards: Sequence[Peer]) -> None:
         self.plan = Plan.from_json(description["plan"])
         self.head = head
@@ -54,7 +51,7 @@ class ServedCenter(Center):
     def version(self) -> int:
         """Exchanges so far, or rounds. It does not go back, also if a shard had to."""
         rows, closed = self._known()
-        done = closed if self.plan.synchronous else sum(row.exchanges for row in rows.values())
+        done = closed if self.plan.rounds else sum(row.exchanges for row in rows.values())
         self._version = max(self._version, self.base + done)
         return self._version
 
@@ -208,7 +205,7 @@ def _gather(storage: Storage, description: dict[str, Any]) -> StoredCenter:
         center[start:stop] = tensors["center"]
         known.append((Book.from_json(header["rows"]).rows(), header["round"]))
     rows, closed = latest(known)
-    done = closed if plan.synchronous else sum(row.exchanges for row in rows.values())
+    done = closed if plan.rounds else sum(row.exchanges for row in rows.values())
     return StoredCenter(plan.layout.views(center), int(description["base"]) + done)
 
 

@@ -2,7 +2,7 @@
 
 A parameter means the same in every call, so each name has one check: a type, a least integer, or
 the method of that name. Non-finite values of an exchange are found block by block as it is applied
-(`merger.py`).
+(`steps.py`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Interceptor:
             )
         plan = self._target.plan
         known = method in self._target.calls
-        if not known or (plan and _ROUNDS.get(method, plan.synchronous) != plan.synchronous):
+        if not known or (plan and _ROUNDS.get(method, plan.rounds) != plan.rounds):
             raise CenterError(f"There is no call {reprlib.repr(method)} to this center.")
         call: Callable[..., Any] = getattr(self._target, method)
         try:
@@ -166,7 +166,7 @@ class Interceptor:
                 f"The learning rates of rank {message.sender.rank} must be finite numbers >= 0. "
                 f"Received: {message.rates.min()} to {message.rates.max()}. Look at its scheduler."
             )
-        if plan and plan.synchronous:  # else they are looked for as the exchange is applied
+        if plan and plan.rounds:  # else they are looked for as the exchange is applied
             self._values(message.data, f"What rank {message.sender.rank} has sent")
 
     def _closed(self, closed: Any) -> None:

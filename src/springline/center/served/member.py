@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from springline.center.blocks import ERRORS
 from springline.center.center import Local, Member, check_finite
 from springline.center.errors import (
     CenterError,
@@ -57,10 +58,11 @@ class ServedMember(Member):
         self._incarnation, row, _ = self.ask_head("join", rank, None)
         self.start_step = row.steps
         self._row = Row(self._incarnation, 0, row.steps, row.exchanges, row.seconds)
+        self._others = sum(p.exchanges for r, p in enumerate(center.progress()) if r != rank)
         self._turn = threading.RLock()
         self._busy = False
         self._parts: Parts | None = None  # of the buffers that were exchanged last
-        self._rounds = Rounds(self) if rule.synchronous else None
+        self._rounds = Rounds(self) if rule.rounds else None
         self._gone = threading.Event()
         self._beats = threading.Thread(target=self._beat, name="springline beat", daemon=True)
         self._beats.start()
@@ -82,7 +84,7 @@ class ServedMember(Member):
                 self._parts = Parts(*where, self.rule, self.rank, local)
             self._busy = True
             try:
-                with np.errstate(over="raise", invalid="raise", divide="raise"):
+                with np.errstate(**ERRORS):
                     if self._rounds:
                         self._rounds.exchange(self._parts)
                     else:
@@ -173,7 +175,7 @@ class ServedMember(Member):
         for k, call in enumerate(calls):
             reply: Reply = call.result()
             refused = parts.adopt(k, reply) or refused
-            if reply.forgotten and self.rule.adopts_message:  # for the others it is the usual reply
+            if reply.forgotten and self.rule.adopts_seen:  # for the others it is the usual reply
                 _log.warning(
                     "%s had this exchange already, but its answer is lost: going on from the "
                     "center.",
@@ -196,7 +198,7 @@ class ServedMember(Member):
         data = [parts.data(k) for k in range(len(self.center.shards))]
         row = self._row = replace(self._row, number=self._row.number + 1)
         this = self.rank, self._incarnation, row.number
-        sender = Sender(*this, local.steps, row.exchanges + 1, row.seconds)
+        sender = Sender(*this, local.steps, row.exchanges + 1, row.seconds, self._others)
         own = local.gradients, local.seen.copy(), local.rates.copy()
         return [Message(sender, part, *own) for part in data]
 

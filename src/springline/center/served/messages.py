@@ -26,6 +26,7 @@ class Sender:
         steps: local steps of the rank, over all its lives.
         exchanges: of the rank, over all its lives, this one included.
         seconds: spent exchanging, over all its lives, before this one.
+        others: exchanges that the others had made when it joined.
     """
 
     rank: int
@@ -34,6 +35,7 @@ class Sender:
     steps: int
     exchanges: int
     seconds: float
+    others: int = 0
 
     @property
     def at(self) -> tuple[int, int]:
@@ -60,7 +62,7 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Message:
-    """What a worker sends to one shard: `x`, or the message where that does not depend on `c`.
+    """What a worker sends to one shard.
 
     Args:
         sender: whose.
@@ -77,12 +79,12 @@ class Message:
     rates: NDArray[np.float64]
 
     def brings(self, run: Run) -> bool:
-        """Whether there is something to merge of a block: else it had no gradient."""
+        """Whether a block had a gradient, where that matters."""
         return run.entry is None or bool(self.seen[run.entry])
 
-    def rate(self, run: Run) -> float:
-        """Return the learning rate of a block."""
-        return 0.0 if run.entry is None else float(self.rates[run.entry])
+    def rate(self, run: Run, default: float) -> float:
+        """Return the learning rate of a block; the default if it is of several parameters."""
+        return default if run.entry is None else float(self.rates[run.entry])
 
 
 @dataclass(frozen=True)
@@ -90,15 +92,14 @@ class Reply:
     """What comes back.
 
     Args:
-        data: the shard's part: `c` before the exchange where the worker adopts its message, else
-            after it.
-        refused: the number of the block that was not finite; those from it on were not applied.
+        data: the shard's part: what each block's rule adopts, `c` before the step or after it.
+        refused: of each block that was not applied, since it was not finite, a byte of the center.
         forgotten: the exchange was applied, but what `c` was before it is not known any more:
             `data` is the center now, for the worker to go on from.
     """
 
     data: Bytes
-    refused: int | None = None
+    refused: tuple[int, ...] = ()
     forgotten: bool = False
 
 
@@ -148,7 +149,7 @@ def cut(plan: Plan, count: int) -> list[list[Run]]:
 
     Fewer, if the model is too small, or if parameters must stay whole.
     """
-    shards = list(plan.layout.shards(plan.whole, _FINER * count))
+    shards = list(plan.layout.shards(plan.by_entry, _FINER * count))
     total = sum(shard.stop - shard.start for shard in shards)
     parts: list[list[Run]] = [[] for _ in range(count)]
     before = 0

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from springline.center.blocks import Block, Part, RefusedError, make_message, non_finite
+from springline.center.blocks import (
+    Array,
+    Block,
+    Blocks,
+    RefusedError,
+    Side,
+    contribute,
+    non_finite,
+    take,
+)
 from springline.center.center import Local
 from springline.center.errors import NonFiniteError
 from springline.center.layout import Bytes, Run
 from springline.center.plan import Plan
 from springline.center.served.messages import Reply, span
-from springline.rules.rule import CenterBlock, Rule
+from springline.rules.rule import Rule
 
 
 class Parts:
@@ -35,22 +43,17 @@ class Parts:
         self._rule = rule
         self._rank = rank
         self._places = [slice(*span(runs)) for runs in shards]
-        self._parts: list[Part] = []
-        self._blocks: list[list[Block]] = []
-        # The message itself is sent only where it is made here: else `x` is.
-        self._makes = not (rule.reads_center or rule.synchronous)
-        self._outgoing = plan.layout.allocate() if self._makes else local.x
+        self._outgoing = plan.layout.allocate()
+        self._blocks: list[Blocks] = []
+        self._sides: list[list[tuple[Block, Side]]] = []
         for runs, here in zip(shards, self._places, strict=True):
-            a, copy = (None if b is None else b[here] for b in (local.a, local.copy))
-            # `x` stands in for the center, which no message reads that is made here.
-            part = Part(plan, rule, runs, local.x[here], {})
-            bound = part.bind(local.x[here], part.room(), a, copy)
-            blocks = [block for shard in bound for block in shard]
-            if self._makes:
-                for block in blocks:
-                    block.local.message = part.view(block.run, self._outgoing[here])
-            self._parts.append(part)
+            a, base = (None if b is None else b[here] for b in (local.a, local.base))
+            # `x` stands in for the center, which is not here.
+            blocks = Blocks(plan, rule, runs, local.x[here], {})
+            bound = blocks.bind(local.x[here], a, base, self._outgoing[here])
+            pairs = zip(blocks.shards, bound, strict=True)
             self._blocks.append(blocks)
+            self._sides.append([pair for shard in pairs for pair in zip(*shard, strict=True)])
 
     def data(self, shard: int) -> Bytes:
         """Return what is sent to a shard.
@@ -58,10 +61,14 @@ class Parts:
         Raises:
             NonFiniteError: it is not finite.
         """
-        if not self._rule.reads_center:  # else the shard makes the message, and looks
-            for block in self._blocks[shard]:
-                self._write(block)
-        return self._outgoing[self._places[shard]]
+        here, sides = self._places[shard], self._sides[shard]
+        messages = [self._message(block, side) for block, side in sides]
+        if all(m is side.x for m, (_, side) in zip(messages, sides, strict=True)):
+            return self.local.x[here]
+        for m, (_, side) in zip(messages, sides, strict=True):
+            if m is not side.out:
+                np.copyto(side.out, m)
+        return self._outgoing[here]
 
     def adopt(self, shard: int, reply: Reply) -> NonFiniteError | None:
         """Adopt a shard's reply.
@@ -69,58 +76,24 @@ class Parts:
         Returns:
             The error, if a block of ours was refused there.
         """
-        for number, block in enumerate(self._blocks[shard]):
-            c = self._parts[shard].view(block.run, reply.data)
-            if reply.forgotten:
-                _take(block, c)
-            elif number == reply.refused:
-                return self._refused(block, c)
+        refused = None
+        for block, side in self._sides[shard]:
+            c = self._blocks[shard].view(block.run, reply.data)
+            bad = next((at for at in reply.refused if block.run.start <= at < block.run.stop), None)
+            if bad is not None:
+                refused = non_finite(self._layout, bad, self._rank)
+            elif reply.forgotten and block.rule.adopts_seen:
+                take(side, c)
             else:
-                self._adopt(block, c)
-        return None
+                block.rule.adopt(side.x, side.base, c, block.work)
+        return refused
 
-    def adopt_mean(self, shard: int, mean: Bytes) -> None:
-        """Adopt a round's mean."""
-        for block in self._blocks[shard]:
-            c = self._parts[shard].view(block.run, mean)
-            block.rule.adopt(block.local, block.local.x, c)
-
-    def _write(self, block: Block) -> None:
-        """Make what is sent of a block, if anything is."""
-        mine, entry = block.local, block.run.entry
-        if block.rule.reads_center:  # a buffer
-            np.copyto(mine.message, mine.x)
-        elif entry is None or self.local.seen[entry]:
-            message = self._message(block)
-            if self._makes and message is not mine.message:
-                np.copyto(mine.message, message)
-
-    def _message(self, block: Block) -> Any:
+    def _message(self, block: Block, side: Side) -> Array:
+        """Return a block's message; of one without a gradient, what nobody looks at."""
+        entry = block.run.entry
+        if entry is not None and self._rule.accumulates and not self.local.seen[entry]:
+            return side.out
         try:
-            return make_message(block, self.local.gradients)
+            return contribute(block, side, self.local.gradients)
         except RefusedError as error:
-            raise non_finite(self._layout, block.run, error.values, self._rank) from error
-
-    def _adopt(self, block: Block, c: Any) -> None:
-        message = block.local.x
-        if self._rule.adopts_message:  # `c` is the center as it was before
-            message = block.rule.contribute(block.local, c, self.local.gradients)
-            if not block.rule.adopts_message:  # a buffer
-                after = CenterBlock(c.copy(), np.empty_like(c))
-                block.rule.merge(after, (message,), 0.0)
-                c = after.c
-        block.rule.adopt(block.local, message, c)
-
-    def _refused(self, block: Block, c: Any) -> NonFiniteError:
-        values = block.local.x
-        if block.rule.reads_center:
-            with np.errstate(all="ignore"):
-                values = block.rule.contribute(block.local, c, self.local.gradients)
-        return non_finite(self._layout, block.run, values, self._rank)
-
-
-def _take(block: Block, c: Any) -> None:
-    """Go on from the center."""
-    np.copyto(block.local.x, c)
-    if block.local.copy is not None:
-        np.copyto(block.local.copy, c)
+            raise non_finite(self._layout, error.offset, self._rank) from error

@@ -12,7 +12,7 @@ import contextlib
 import time
 from typing import TYPE_CHECKING
 
-from springline.center.errors import CenterError
+from springline.center.errors import CenterError, NonFiniteError
 from springline.center.served.head import BEAT
 from springline.center.served.messages import ClosedRound, Message, Reply
 from springline.center.served.parts import Parts
@@ -92,11 +92,14 @@ class Rounds:
         """Take a round's mean from every shard."""
         asked = closed, messages[0].sender
         calls = [self._member.ask(k, "reduce", *asked) for k in range(len(messages))]
+        refused: NonFiniteError | None = None
         for k, call in enumerate(calls):
             answer: Reply | list[int] = call.result()
             if isinstance(answer, list):
                 answer = self._reduce_again(k, messages[k], closed)
-            parts.adopt_mean(k, answer.data)
+            refused = parts.adopt(k, answer) or refused
+        if refused:
+            raise refused
 
     def _reduce_again(self, k: int, message: Message, closed: ClosedRound) -> Reply:
         """Take the mean from a shard that was started again: what it had been sent is gone.

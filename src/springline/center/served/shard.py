@@ -1,4 +1,4 @@
-"""One part of a center: the rule's `merge` runs here, exactly once per exchange.
+"""One part of a center: steps run here, exactly once per exchange.
 
 A shard knows which exchange of each rank it has applied last, and answers a retry of it without
 applying it again: with the center as it is now, which is what most rules adopt. A worker that
@@ -12,11 +12,10 @@ one: what it had applied since then is lost, and what workers retry is applied a
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -27,7 +26,6 @@ from springline.center.layout import Bytes, aligned_zeros
 from springline.center.plan import Plan, arrays_of, nbytes_of
 from springline.center.served.book import Book, Replies, Slots, kept
 from springline.center.served.checkpoints import Checkpoints
-from springline.center.served.merger import Merger
 from springline.center.served.messages import (
     ClosedRound,
     Message,
@@ -38,7 +36,9 @@ from springline.center.served.messages import (
     cut,
     span,
 )
+from springline.center.served.steps import Steps
 from springline.center.served.storage import Saved
+from springline.rules.outer import Exchange
 from springline.rules.rule import Rule
 
 
@@ -80,7 +80,7 @@ class Shard:
         self._center = aligned_zeros(self._stop - self._start)
         entries = self.plan.state_within(self._start, self._stop)
         self._state = aligned_zeros(nbytes_of(entries))
-        self._merger = Merger(self.plan, rule, runs, self._center, arrays_of(entries, self._state))
+        self._steps = Steps(self.plan, rule, runs, self._center, arrays_of(entries, self._state))
         self._ready = False
         self.life = uuid.uuid4().hex
         self._as_of = self._back_to = time.time()  # the last exchange; the last before this life
@@ -89,7 +89,8 @@ class Shard:
         self._slots = Slots()
         self._lease = 0  # of the last worker that has sent first values
         self._mean: Reply | None = None  # of the last round that was reduced here
-        self._turn = threading.Lock()  # of an exchange, if the center has locks
+        self._turn = threading.Lock()  # of an exchange
+        self._others: dict[tuple[int, int], int] = {}  # exchanges of others, at a worker's last
         self._problem = CenterError(
             f"{self.name.capitalize()} of the center was started again and has no checkpoint to go "
             "on from. Start a new run, with a storage (`--storage`)."
@@ -128,15 +129,16 @@ class Shard:
         """Apply a worker's exchange, once."""
         sender = message.sender
         self._check_ready()
-        with self._book.alone(sender), self._locked():
+        with self._book.alone(sender), self._turn:
             if self._book.applied(sender):
-                return self._replies.to(sender) or Reply(self._center.copy(), forgotten=True)
+                return self._replies.to(sender) or Reply(self._steps.published(), forgotten=True)
             self._replies.forget(sender.rank)
-            before, reply = self._book.rows().get(sender.rank, Row()), self._apply(message)
-            if self._rule.adopts_message or reply.refused is not None:
+            before = self._book.rows().get(sender.rank, Row())
+            reply = self._steps.exchange(message, self._exchange(sender))
+            if self._rule.adopts_seen or reply.refused:
                 self._replies.keep(sender, reply)
             self._note(sender)
-            if reply.refused is not None:
+            if reply.refused:
                 self.discount(replace(sender, steps=before.steps, exchanges=before.exchanges))
         return reply
 
@@ -176,24 +178,23 @@ class Shard:
                 messages = self._slots.of_round(number, contributors, sender.rank)
                 if isinstance(messages, list):
                     return messages
-                self._merger.merge_round(list(messages.values()))
+                self._mean = self._steps.round(list(messages.values()), number - 1)
                 self._slots.forget(number)
-                self._mean = None
             self._note(sender)
             if self._mean is None:
-                self._mean = Reply(self._center.copy())
+                self._mean = Reply(self._steps.published())
             return self._mean
 
     def read(self) -> Reply:
         """Return a copy of this part of the center."""
         self._check_ready()
-        with self._locked():
+        with self._turn:
             return Reply(self._center.copy())
 
     def read_all(self) -> tuple[Bytes, Bytes]:
         """Return copies of this part of the center and of the outer optimizer's state."""
         self._check_ready()
-        with self._locked():
+        with self._turn:
             return self._center.copy(), self._state.copy()
 
     def rows(self) -> tuple[dict[int, Row], int]:
@@ -210,14 +211,11 @@ class Shard:
     def trouble(self) -> Trouble:
         """Return what whoever watches should know of."""
         failed = self._checkpoints.failed if self._checkpoints else None
-        lost = 0 if self._rule.synchronous else self._book.lost  # rounds are made again
+        lost = 0 if self.plan.rounds else self._book.lost  # rounds are made again
         return Trouble(self.life, failed, lost, self._back_to)
 
     def _collect(self) -> Saved:
-        """Return what a checkpoint holds.
-
-        Without locks an exchange that is under way may be in the center and not in the rows.
-        """
+        """Return what a checkpoint holds: center, state and rows of one moment."""
         with self._turn:
             header = {
                 "span": [self._start, self._stop],
@@ -227,12 +225,16 @@ class Shard:
             }
             return header, {"center": self._center.copy(), "state": self._state.copy()}
 
-    def _apply(self, message: Message) -> Reply:
-        if not self._rule.adopts_message:
-            refused = self._merger.apply(message, self._center)
-            return Reply(self._center.copy(), refused)
-        before = self._center.copy()  # both sides use it; without locks `c` may move meanwhile
-        return Reply(before, self._merger.apply(message, before))
+    def _exchange(self, sender: Sender) -> Exchange:
+        """Return what the rule may know of a worker's exchange."""
+        rows = self._book.rows()
+        mine = rows[sender.rank].exchanges if sender.rank in rows else 0
+        others = sum(row.exchanges for row in rows.values()) - mine
+        worker = sender.rank, sender.incarnation
+        staleness = max(0, others - self._others.get(worker, sender.others))
+        self._others[worker] = others
+        rate = self._rule.outer.learning_rate
+        return Exchange(number=others + mine, staleness=staleness, rate=rate)
 
     def _check(self, sender: Sender) -> None:
         self._check_ready()
@@ -252,14 +254,6 @@ class Shard:
         self._as_of = time.time()
         if self._checkpoints:
             self._checkpoints.count()
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        if self.plan.use_locking or self._rule.synchronous:
-            with self._turn:
-                yield
-        else:
-            yield
 
     def _restore(self, checkpoints: Checkpoints) -> None:
         """Go on from the last checkpoint; what is wrong with it is said to whoever asks."""

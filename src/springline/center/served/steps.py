@@ -1,0 +1,87 @@
+"""The center's side of the four verbs on one part of a served center."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from springline.center.blocks import (
+    ERRORS,
+    Blocks,
+    RefusedError,
+    State,
+    adopted,
+    check_message,
+    commit,
+    step,
+)
+from springline.center.layout import Bytes, Run, aligned_zeros
+from springline.center.plan import Plan
+from springline.center.served.messages import Message, Reply
+from springline.rules.outer import Exchange
+from springline.rules.rule import Rule
+
+
+class Steps:
+    """The blocks of one part of a center.
+
+    Args:
+        plan: of the whole center.
+        rule: the workers'.
+        runs: the shards of the layout that this part holds.
+        center: its bytes.
+        state: the outer optimizer's arrays.
+    """
+
+    def __init__(
+        self, plan: Plan, rule: Rule, runs: Sequence[Run], center: Bytes, state: State
+    ) -> None:
+        self._rule = rule
+        self._nbytes = len(center)
+        self._parts = Blocks(plan, rule, runs, center, state)
+        self._blocks = [block for shard in self._parts.shards for block in shard]
+
+    def exchange(self, message: Message, exchange: Exchange) -> Reply:
+        """Take a step with a message; return what the worker adopts."""
+        reply, refused = aligned_zeros(self._nbytes), []
+        with np.errstate(**ERRORS):
+            for block in self._blocks:
+                out = self._parts.view(block.run, reply)
+                stepped = message.brings(block.run) or not self._rule.accumulates
+                try:
+                    if stepped:
+                        np.copyto(out, self._parts.view(block.run, message.data))
+                        check_message(block, out)
+                        rate = message.rate(block.run, exchange.rate)
+                        step(block, (out,), replace(exchange, rate=rate))
+                except RefusedError as error:
+                    refused.append(error.offset)
+                    stepped = False
+                np.copyto(out, adopted(block, stepped, out))
+                if stepped:
+                    commit(block)
+        return Reply(reply, tuple(refused))
+
+    def round(self, messages: Sequence[Bytes], number: int) -> Reply:
+        """Take a step with the mean of a round's messages; return what all workers adopt."""
+        exchange = Exchange(number=number, rate=self._rule.outer.learning_rate)
+        refused = []
+        with np.errstate(**ERRORS):
+            for block in self._blocks:
+                try:
+                    step(block, [self._parts.view(block.run, m) for m in messages], exchange)
+                except RefusedError as error:
+                    refused.append(error.offset)
+                else:
+                    commit(block)
+        return Reply(self.published(), tuple(refused))
+
+    def published(self) -> Bytes:
+        """Return a copy of what workers are given for the center."""
+        data = aligned_zeros(self._nbytes)
+        for block in self._blocks:
+            out = self._parts.view(block.run, data)
+            np.copyto(out, block.outer.publish(block.now, out))
+        return data
