@@ -143,10 +143,9 @@ def test_agn_is_refused_with_the_centers_that_take_it(ranks):
     def agn(rank, backend):
         make(rank, backend, AGN(workers=2, optimizer=SGD(0.1)))
 
-    assert not CollectiveCenter.takes(AGN(optimizer=SGD(0.1)))
     for error in errors(ranks, agn, 2):
         assert type(error) is SettingsError
-        assert "'agn' is asynchronous" in str(error)
+        assert "'agn' accumulates gradients" in str(error)
         assert "shared center takes every rule" in str(error)
 
 
@@ -192,8 +191,8 @@ def test_a_rank_is_that_of_the_group_and_used_once(ranks):
 
 
 @pytest.mark.parametrize("bad", [0, 1])
-def test_elastic_sends_no_block_with_nan(ranks, bad):
-    """The blocks before it are exchanged, as elsewhere; it and those after it are not."""
+def test_a_rank_with_nan_sends_nothing(ranks, bad):
+    """The others' round goes on without it."""
     start = {"w": np.zeros(200_000, np.float32)}
 
     def train(rank, backend):
@@ -215,12 +214,8 @@ def test_elastic_sends_no_block_with_nan(ranks, bad):
     assert [rank.exchanges for rank in progress] == [bad == 1, bad == 0]
     ours, theirs = (x1, x0) if bad == 0 else (x0, x1)
     assert (ours == 3).all()
-    cut = int(np.argmax(c == 1))  # where the bad block begins
-    assert 0 < cut <= 100_000
-    assert (c[:cut] == 2).all()
-    assert (c[cut:] == 1).all()
-    assert (theirs[:cut] == 3).all()
-    assert (np.delete(theirs, 100_000)[cut:] == 4).all()
+    assert (c == 1).all()
+    assert (np.delete(theirs, 100_000) == 4).all()
 
 
 def test_a_sum_that_overflows_is_refused_on_all_ranks(ranks):
@@ -370,7 +365,7 @@ def test_a_group_on_another_device_is_staged(ranks):
     def train(rank, backend):
         worker = make(rank, backend, ElasticAverage(workers=2, period=1, moving_rate=0.5))
         replica = worker.center.replica
-        replica._staged = [tensor.clone() for tensor in replica._tensors[0]]
+        replica._staged = [tensor.clone() for tensor in replica._tensors]
         for _ in range(2):
             worker.parameters["b"] += 1 + rank
             worker.step()

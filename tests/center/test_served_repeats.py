@@ -180,8 +180,8 @@ def test_a_repeat_of_what_was_refused_is_refused(serve):
     values = {"b": np.full(5, 3e38, np.float32)}
     shard = serve(AGN(workers=2, period=1, optimizer=SGD(1.0)), values).shards[0].target
     refused = shard.exchange(message(0, 1, -3e38))
-    assert refused.refused == 0
-    assert shard.exchange(message(0, 1, -3e38)).refused == 0
+    assert refused.refused == (0,)
+    assert shard.exchange(message(0, 1, -3e38)).refused == (0,)
 
 
 def test_a_retry_that_comes_while_the_exchange_is_applied_waits_for_it(serve, monkeypatch):
@@ -215,13 +215,14 @@ def test_a_retry_that_comes_while_the_exchange_is_applied_waits_for_it(serve, mo
 
 
 def test_a_refusal_that_is_lost_is_told_again(serve):
-    service = serve(ElasticAverage(period=1, moving_rate=0.25), shards=1)
+    low = {"w": np.full(SIZE, -3e38, np.float32)}
+    service = serve(ElasticAverage(period=1, moving_rate=0.25), low, shards=1)
     lost = iter(["lose"])
     service.shards[0].disturb = lambda method: next(lost, None) if method == "exchange" else None
     one = worker(service)
-    one.parameters["w"][SIZE // 2] = np.inf
+    one.parameters["w"][SIZE // 2] = 3e38
     with pytest.raises(NonFiniteError, match="'w' of rank 0"):
         one.exchange()
     assert next(lost, None) is None
     assert one.center.version == 0
-    np.testing.assert_array_equal(one.center.values()["w"], 0)
+    assert (one.center.values()["w"][SIZE // 2 :][:1] == np.float32(-3e38)).all()

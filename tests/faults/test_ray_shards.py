@@ -61,7 +61,7 @@ def test_shards_are_killed(join, tmp_path, together, caplog, name):
         try:
             while not under_way.broken:
                 exchange(one)
-            if rule.synchronous:  # the other may have a round to go
+            if rule.rounds:  # the other may have a round to go
                 one.member.leave()
         finally:
             under_way.abort()
@@ -83,7 +83,7 @@ def test_shards_are_killed(join, tmp_path, together, caplog, name):
             under_way.abort()
 
     together(*[lambda w=w: train(w) for w in workers], kill)
-    for one in 60 * ([] if rule.synchronous else workers):  # in turn, so that all meet
+    for one in 60 * ([] if rule.rounds else workers):  # in turn, so that all meet
         exchange(one)
     assert "is back after" in caplog.text
     c = workers[0].center.values()["w"]

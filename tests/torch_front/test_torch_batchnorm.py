@@ -62,7 +62,7 @@ def train_all(opts, data, together):
 
     for both in zip(*(batches(data, rank) for rank in range(WORKERS)), strict=True):
         calls = [lambda o=o, b=b: step(o, *b) for o, b in zip(opts, both, strict=True)]
-        if opts[0].worker.rule.synchronous:
+        if opts[0].worker.rule.rounds:
             together(*calls)
         else:
             for call in calls:

@@ -168,8 +168,8 @@ class CollectiveMember(Member):
             center.offer_save()
         if name:
             raise NonFiniteError(
-                f"{name!r} would overflow the center, where it stays as it was before the round, "
-                f"on all ranks. {AFTER_NAN}"
+                f"{name!r} would overflow the center, where it stays as it was before the "
+                f"round, on all ranks. {AFTER_NAN}"
             )
 
     def _step(self, count: int, adopts: bool) -> str | None:
