@@ -134,7 +134,7 @@ def adam_nbytes(parameters: int) -> int:
     """Return the bytes of a center of AGN with Adam."""
     values = {"w": np.zeros(parameters, np.float32)}
     with center_directory() as directory:
-        rule = AGN(optimizer=Adam(1e-3))
+        rule = AGN(outer=Adam(1e-3))
         SharedCenter.create_or_join(directory, Layout.of(values), rule, values).close()
         return memory(directory).stat().st_blocks * 512
 

@@ -24,7 +24,7 @@ STEPS = 20_000  # not due, timed together
 RULES: dict[str, Callable[[int], Rule]] = {
     "elastic": lambda workers: ElasticAverage(period=NEVER, workers=workers),
     "averaging": lambda workers: ModelAverage(period=NEVER, workers=workers),
-    "AGN, SGD": lambda workers: AGN(period=NEVER, workers=workers, optimizer=SGD(0.01)),
+    "AGN, SGD": lambda workers: AGN(period=NEVER, workers=workers, outer=SGD(0.01)),
 }
 
 

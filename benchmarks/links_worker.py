@@ -176,7 +176,7 @@ def prepare(case: Case, settings: Settings, rank: int) -> _Made:
         ours = ElasticAverageOptimizer(
             opt,
             model=plain,
-            communication_period=case.period,
+            period=case.period,
             overlap=case.overlap,
             center=RayCenter.open(name, token=name),
         )
@@ -184,7 +184,7 @@ def prepare(case: Case, settings: Settings, rank: int) -> _Made:
         ours = ModelAverageOptimizer(
             opt,
             model=plain,
-            interval_steps=case.period,
+            period=case.period,
             overlap=case.overlap,
             center=dist.group.WORLD,
         )

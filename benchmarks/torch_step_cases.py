@@ -33,14 +33,12 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 RULES: dict[str, Callable[..., CenterOptimizer]] = {
     "elastic": lambda inner, period, **options: ElasticAverageOptimizer(
-        inner, communication_period=period, **options
+        inner, period=period, **options
     ),
     "averaging": lambda inner, period, **options: ModelAverageOptimizer(
-        inner, interval_steps=period, **options
+        inner, period=period, **options
     ),
-    "AGN": lambda inner, period, **options: AGNOptimizer(
-        inner, communication_period=period, **options
-    ),
+    "AGN": lambda inner, period, **options: AGNOptimizer(inner, period=period, **options),
 }
 
 

@@ -24,7 +24,7 @@ BATCH = 64
 
 def train(model: nn.Module, data: TensorDataset, epochs: int) -> ModelAverageOptimizer:
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    opt = ModelAverageOptimizer(inner, model=model, interval_steps=10)
+    opt = ModelAverageOptimizer(inner, model=model, period=10)
     sampler = DistributedSampler[tuple[Tensor, ...]](
         data, springline.workers(), springline.rank(), drop_last=True
     )

@@ -77,7 +77,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     model = network()
     sgd = torch.optim.SGD(model.parameters(), lr=PEAK, momentum=0.9, nesterov=True)
-    opt = ElasticAverageOptimizer(sgd, model=model, communication_period=args.period)
+    opt = ElasticAverageOptimizer(sgd, model=model, period=args.period)
     for step in springline.steps(args.steps):
         for group in opt.param_groups:
             group["lr"] = rate(step, args.steps)

@@ -45,7 +45,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10)).to(dtype)
     adamw = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    opt = ElasticAverageOptimizer(adamw, model=model, communication_period=5)
+    opt = ElasticAverageOptimizer(adamw, model=model, period=5)
     for step in springline.steps(args.steps):
         images, labels = batch(data, step, dtype)
         with mixed:

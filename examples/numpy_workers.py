@@ -264,7 +264,7 @@ def main(
             raise SystemExit(f"This example needs {package}: pip install {package}")
     run, screen = out or Path("runs") / f"{datetime.now():%Y-%m-%d-%H%M%S}", Screen()
     both, sgd = {"period": period, "workers": workers}, SGD(LEARNING_RATE)
-    rules = (ElasticAverage(**both), ModelAverage(**both), AGN(**both, optimizer=sgd))
+    rules = (ElasticAverage(**both), ModelAverage(**both), AGN(**both, outer=sgd))
     teams = []
     try:
         run.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -36,7 +36,7 @@ def train_before(data: Digits, steps: int) -> float:
 def train_after(data: Digits, steps: int) -> float | None:
     model = network()
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    opt = ModelAverageOptimizer(inner, model=model, interval_steps=10)
+    opt = ModelAverageOptimizer(inner, model=model, period=10)
     for step in springline.steps(steps):
         loss = loss_of(model, *batch(data, step, springline.rank(), springline.workers()))
         opt.zero_grad()

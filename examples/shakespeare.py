@@ -82,11 +82,11 @@ class GPT(nn.Module):
 def wrap(optimizer: torch.optim.Optimizer, model: GPT, args: argparse.Namespace) -> CenterOptimizer:
     """The one line of a training script that springline changes."""
     if args.rule == "average":
-        return ModelAverageOptimizer(optimizer, model=model, interval_steps=args.period)
+        return ModelAverageOptimizer(optimizer, model=model, period=args.period)
     if args.rule == "agn":
-        return AGNOptimizer(optimizer, model=model, communication_period=args.period)
+        return AGNOptimizer(optimizer, model=model, period=args.period)
     return ElasticAverageOptimizer(
-        optimizer, model=model, communication_period=args.period, moving_rate=args.moving_rate
+        optimizer, model=model, period=args.period, moving_rate=args.moving_rate
     )
 
 

@@ -44,11 +44,9 @@ def work(rule: str, steps: int, period: int) -> None:
     sgd = torch.optim.SGD(model.parameters(), lr=0.02)
     opt: ElasticAverageOptimizer | ModelAverageOptimizer
     if rule == "average":
-        opt = ModelAverageOptimizer(sgd, model=model, interval_steps=period)
+        opt = ModelAverageOptimizer(sgd, model=model, period=period)
     else:  # all start together, so that times can be compared
-        opt = ElasticAverageOptimizer(
-            sgd, model=model, communication_period=period, synchronous=True
-        )
+        opt = ElasticAverageOptimizer(sgd, model=model, period=period, synchronous=True)
     slow = springline.rank() == springline.workers() - 1
     for step in springline.steps(steps if slow else steps * SLOWER):
         rows = np.random.default_rng([springline.rank(), step]).integers(len(data.images), size=32)

@@ -34,11 +34,9 @@ def train(rule: str, steps: int) -> None:
     world = dist.group.WORLD  # on several machines it is the default
     opt: ModelAverageOptimizer | ElasticAverageOptimizer
     if rule == "average":
-        opt = ModelAverageOptimizer(inner, model=model, interval_steps=10, center=world, timeout=60)
+        opt = ModelAverageOptimizer(inner, model=model, period=10, center=world, timeout=60)
     else:
-        opt = ElasticAverageOptimizer(
-            inner, model=model, communication_period=10, center=world, timeout=60
-        )
+        opt = ElasticAverageOptimizer(inner, model=model, period=10, center=world, timeout=60)
     images, labels = digits()
     own = np.arange(TESTS + rank, len(labels), ranks)
     for step in springline.steps(steps):  # a restarted group goes on from its last checkpoint

@@ -17,20 +17,16 @@ from springline.rules import Outer, Rule
 class Pushes(Rule):
     """`Δ = base − x` takes a step of an outer optimizer; `x ← c`, `base ← c`."""
 
-    optimizer: Outer
+    outer: Outer
 
     name: ClassVar[str] = "pushes"
-
-    @property
-    def outer(self):
-        return self.optimizer
 
     @property
     def keeps_base(self):
         return True
 
     def settings(self):
-        return super().settings() | {"outer": self.optimizer.settings()}
+        return super().settings() | {"outer": self.outer.settings()}
 
     def contribute(self, x, a, base, n, out):
         return np.subtract(base, x, out=out)

@@ -47,7 +47,7 @@ def rule_of(name):
     if config["rule"] == "average":
         return ModelAverage(**common), inner
     if config["rule"] == "agn":
-        return AGN(**common, optimizer=inner), inner
+        return AGN(**common, outer=inner), inner
     α = given.get("moving_rate", ElasticAverage.BETA / period / config["workers"])
     rho = given.get("rho", α / config["lr"])
     return ElasticAverage(**common, moving_rate=α, rho=rho), inner

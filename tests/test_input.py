@@ -50,14 +50,14 @@ def test_a_timeout_is_a_number_of_seconds(timeout, directory):
 
 @pytest.mark.parametrize("rate", ["0.1", None, True, [0.1], -0.1])
 def test_a_learning_rate_is_a_number(rate):
-    worker = Worker(MODEL, AGN(optimizer=SGD(0.1)))
+    worker = Worker(MODEL, AGN(outer=SGD(0.1)))
     for given in (rate, {"b": rate}):
         with pytest.raises(ValueError, match=r"A learning rate must be a finite number >= 0"):
             worker.set_learning_rate(given)
 
 
 def test_a_learning_rate_has_a_parameter():
-    worker = Worker(MODEL, AGN(optimizer=SGD(0.1)))
+    worker = Worker(MODEL, AGN(outer=SGD(0.1)))
     with pytest.raises(ValueError, match=r"no parameter 'c'. It has: 'w', 'b'"):
         worker.set_learning_rate({"c": 0.1})
 
@@ -86,7 +86,7 @@ def test_numbers_of_numpy_are_numbers():
     assert rule.settings()["moving_rate"] == 0.5
 
 
-RULES = [AGN(period=1, optimizer=SGD(1.0)), ElasticAverage(period=1, rho=0.1)]
+RULES = [AGN(period=1, outer=SGD(1.0)), ElasticAverage(period=1, rho=0.1)]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=["agn", "penalty"])

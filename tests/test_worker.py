@@ -55,7 +55,7 @@ def test_its_parameters_are_views_of_one_flat_buffer():
 
 
 def test_finish_exchanges_what_is_left_and_leaves():
-    worker = Worker(model(), AGN(period=4, optimizer=SGD(1.0)))
+    worker = Worker(model(), AGN(period=4, outer=SGD(1.0)))
     for _ in range(6):
         worker.observe(ones(worker))
         worker.step()
@@ -108,7 +108,7 @@ def test_a_restarted_rank_learns_how_far_it_had_come():
 
 
 def test_agn_sends_each_parameters_learning_rate():
-    worker = Worker(model(), AGN(period=1, optimizer=SGD(1.0)))
+    worker = Worker(model(), AGN(period=1, outer=SGD(1.0)))
     worker.set_learning_rate({"w": 0.5})
     worker.observe(ones(worker))
     worker.step()
@@ -123,7 +123,7 @@ def test_agn_sends_each_parameters_learning_rate():
 
 
 def test_agn_without_gradients_says_what_is_missing():
-    worker = Worker(model(), AGN(period=1, optimizer=SGD(1.0)))
+    worker = Worker(model(), AGN(period=1, outer=SGD(1.0)))
     with pytest.raises(RuntimeError, match=r"worker\.observe\(gradients\)"):
         worker.step()
 
@@ -147,7 +147,7 @@ def test_without_penalty_nothing_is_kept_or_computed():
 
 @pytest.mark.parametrize("rule", [ElasticAverage, ModelAverage, AGN])
 def test_half_precision_trains_in_its_own_dtype(rule):
-    extra = {AGN: {"optimizer": SGD(0.5)}, ElasticAverage: {"moving_rate": 0.9}}.get(rule, {})
+    extra = {AGN: {"outer": SGD(0.5)}, ElasticAverage: {"moving_rate": 0.9}}.get(rule, {})
     worker = Worker(model(0.0, np.float16), rule(period=1, **extra))
     worker.parameters["w"] += np.float16(1)
     worker.observe(ones(worker))

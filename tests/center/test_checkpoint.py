@@ -20,8 +20,8 @@ from springline.rules import Adam, Momentum
 RULES = [
     ElasticAverage(),
     ModelAverage(),
-    AGN(optimizer=Momentum(0.1)),
-    AGN(optimizer=Adam(0.1)),
+    AGN(outer=Momentum(0.1)),
+    AGN(outer=Adam(0.1)),
 ]
 VALUES = {
     "w": np.ones((9, 5), np.float32),

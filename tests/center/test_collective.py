@@ -141,7 +141,7 @@ def test_other_settings_are_refused_on_all_ranks(ranks):
 
 def test_agn_is_refused_with_the_centers_that_take_it(ranks):
     def agn(rank, backend):
-        make(rank, backend, AGN(workers=2, optimizer=SGD(0.1)))
+        make(rank, backend, AGN(workers=2, outer=SGD(0.1)))
 
     for error in errors(ranks, agn, 2):
         assert type(error) is SettingsError

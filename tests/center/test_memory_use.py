@@ -19,10 +19,10 @@ RULES = {
     "elastic": (ElasticAverage(workers=2, period=1), 0),
     "elastic with rho": (ElasticAverage(workers=2, period=1, rho=0.1), 0),
     "average": (ModelAverage(workers=2, period=1), 2),
-    "sgd": (AGN(workers=2, period=1, optimizer=SGD(0.1)), 0),
-    "momentum": (AGN(workers=2, period=1, optimizer=Momentum(0.1)), 1),
-    "adagrad": (AGN(workers=2, period=1, optimizer=Adagrad(0.1)), 1),
-    "adam": (AGN(workers=2, period=1, optimizer=Adam(0.1)), 2),
+    "sgd": (AGN(workers=2, period=1, outer=SGD(0.1)), 0),
+    "momentum": (AGN(workers=2, period=1, outer=Momentum(0.1)), 1),
+    "adagrad": (AGN(workers=2, period=1, outer=Adagrad(0.1)), 1),
+    "adam": (AGN(workers=2, period=1, outer=Adam(0.1)), 2),
 }
 VALUES = {
     "half": np.ones(300_000, np.float16),

@@ -196,7 +196,7 @@ def test_a_torch_script_gives_the_same_as_on_its_own_center(name, kind):
 
     def wrapped(model, center=None):
         inner = torch.optim.AdamW(model.named_parameters(), lr=0.01)
-        return kind(inner, model=model, communication_period=2, center=center)
+        return kind(inner, model=model, period=2, center=center)
 
     alone = net()
     expected = train(alone, wrapped(alone))
@@ -220,9 +220,7 @@ def test_an_exchange_in_the_background(name):
     buffers = {n: b.numpy() for n, b in model.named_buffers() if b.is_floating_point()}
     layout = Layout.of(values, buffers)
     center = RayCenter.create_or_join(name, layout, rule, values | buffers)
-    optimizer = ElasticAverageOptimizer(
-        inner, model=model, communication_period=1, overlap=True, center=center
-    )
+    optimizer = ElasticAverageOptimizer(inner, model=model, period=1, overlap=True, center=center)
     train(model, optimizer)
     optimizer.wait()
     assert center.version >= 1

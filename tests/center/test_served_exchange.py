@@ -57,7 +57,7 @@ def test_an_exchange_is_one_call_to_each_shard_and_makes_δ_once_on_either_side(
 
 
 def test_of_a_message_that_is_not_finite_no_shard_gets_a_part(serve):
-    rule = AGN(period=1, optimizer=SGD(1.0))
+    rule = AGN(period=1, outer=SGD(1.0))
     service = serve(rule, VALUES | {"last": np.zeros(SIZE, np.float32)})
     one = worker(service, rule)
     one.observe({"w": np.ones(SIZE, np.float32), "last": np.full(SIZE, np.nan, np.float32)})

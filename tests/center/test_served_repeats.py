@@ -45,7 +45,7 @@ def trouble(seed, methods=METHODS):
 
 def test_sums_of_integers_stay_exact(serve, together):
     """AGN with SGD at rate 1 adds whole numbers: one applied twice or not at all would show."""
-    rule = AGN(workers=WORKERS, period=1, optimizer=SGD(1.0))
+    rule = AGN(workers=WORKERS, period=1, outer=SGD(1.0))
     service = serve(rule, shards=3)
     troubles = [trouble(k) for k in range(len(service.shards))]
     for peer, disturb in zip(service.shards, troubles, strict=True):
@@ -166,7 +166,7 @@ def test_a_worker_goes_on_from_the_center_when_its_answer_is_lost_for_good(serve
 
 def test_a_worker_that_was_replaced_is_refused(serve):
     values = {"b": np.zeros(5, np.float32)}
-    rule = AGN(workers=2, period=1, optimizer=SGD(1.0))
+    rule = AGN(workers=2, period=1, outer=SGD(1.0))
     shard = serve(rule, values).shards[0].target
     shard.exchange(message(0, 7, 1, incarnation=1))
     shard.exchange(message(0, 1, 1, incarnation=2))
@@ -178,7 +178,7 @@ def test_a_worker_that_was_replaced_is_refused(serve):
 def test_a_repeat_of_what_was_refused_is_refused(serve):
     """AGN's reply is the center; that the exchange was refused must not be lost with it."""
     values = {"b": np.full(5, 3e38, np.float32)}
-    shard = serve(AGN(workers=2, period=1, optimizer=SGD(1.0)), values).shards[0].target
+    shard = serve(AGN(workers=2, period=1, outer=SGD(1.0)), values).shards[0].target
     refused = shard.exchange(message(0, 1, -3e38))
     assert refused.refused == (0,)
     assert shard.exchange(message(0, 1, -3e38)).refused == (0,)

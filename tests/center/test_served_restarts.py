@@ -24,7 +24,7 @@ VALUES = {"w": np.zeros(SIZE, np.float32), "b": np.zeros(5, np.float32)}
 
 def test_a_shard_that_is_started_again_goes_on_from_its_checkpoint(serve, tmp_path):
     """What was applied after it is lost; what workers repeat is applied again, once."""
-    rule = AGN(workers=2, period=1, optimizer=Adam(0.1))
+    rule = AGN(workers=2, period=1, outer=Adam(0.1))
     values = {"b": np.zeros(5, np.float32)}
     service = serve(rule, values, storage=str(tmp_path / "store"))
     shard = service.shards[0].target
@@ -42,7 +42,7 @@ def test_a_shard_that_is_started_again_goes_on_from_its_checkpoint(serve, tmp_pa
 
 
 def test_a_head_that_is_started_again_knows_how_far_everybody_had_come(serve, tmp_path):
-    rule = AGN(workers=2, period=2, optimizer=SGD(1.0))
+    rule = AGN(workers=2, period=2, outer=SGD(1.0))
     service = serve(rule, storage=str(tmp_path / "store"))
     workers = [worker(service, rule, rank) for rank in range(2)]
     for one in workers:
@@ -92,7 +92,7 @@ def test_the_head_forgets_who_waits_in_a_round(serve, background, tmp_path, what
 
 
 def test_a_head_that_has_forgotten_the_center_says_so(serve):
-    rule = AGN(workers=2, period=1, optimizer=SGD(1.0))
+    rule = AGN(workers=2, period=1, outer=SGD(1.0))
     service = serve(rule)
     one = worker(service, rule, 0)
     one.observe({name: np.ones_like(value) for name, value in VALUES.items()})
@@ -134,7 +134,7 @@ def unreadable(monkeypatch):
 
 def test_a_shard_that_could_not_be_read_is_not_written_over(serve, tmp_path, monkeypatch):
     """It is started again while the storage is away for a moment."""
-    rule = AGN(workers=2, period=1, optimizer=SGD(1.0))
+    rule = AGN(workers=2, period=1, outer=SGD(1.0))
     values = {"b": np.zeros(5, np.float32)}
     service = serve(rule, values, storage=str(tmp_path / "store"))
     service.shards[0].target.exchange(message(0, 1, 1.0))
@@ -149,7 +149,7 @@ def test_a_shard_that_could_not_be_read_is_not_written_over(serve, tmp_path, mon
 
 
 def test_a_head_reads_its_storage_again_if_it_could_not(serve, tmp_path, monkeypatch):
-    service = serve(AGN(workers=2, optimizer=SGD(1.0)), storage=str(tmp_path / "store"))
+    service = serve(AGN(workers=2, outer=SGD(1.0)), storage=str(tmp_path / "store"))
     end = unreadable(monkeypatch)
     service.head.target = service.new_head()
     with pytest.raises(CheckpointError, match="stale file handle"):

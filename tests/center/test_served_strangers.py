@@ -22,7 +22,7 @@ from springline.rules import Adam
 
 VALUES = {"w": np.zeros(20, np.float32), "b": np.zeros(5, np.float32)}
 AVERAGE = ModelAverage(workers=2, period=1)
-ADAM = AGN(workers=2, period=1, optimizer=Adam(0.5))
+ADAM = AGN(workers=2, period=1, outer=Adam(0.5))
 NOT_WHOLE = [-1, 1.5, float("nan"), "1", [1], True, None]
 RATES = [np.array([0.5, rate]) for rate in (np.nan, np.inf, -np.inf, -0.5)]
 ROUNDS = ("begin", "contribute", "withdraw", "reduce")

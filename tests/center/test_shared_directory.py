@@ -129,7 +129,7 @@ def test_open_needs_a_center(directory):
         SharedCenter.open(directory)
 
 
-ADAM = AGN(workers=2, period=1, optimizer=Adam(0.1))
+ADAM = AGN(workers=2, period=1, outer=Adam(0.1))
 
 
 def two_steps(directory):

@@ -237,7 +237,7 @@ def adam_steps(pipe, directory, rank):
     pipe.send(worker.parameters["v"].tolist())
 
 
-ADAM = AGN(workers=2, period=1, optimizer=Adam(0.1))
+ADAM = AGN(workers=2, period=1, outer=Adam(0.1))
 
 
 def test_the_outer_state_is_one_whoever_applies_it(directory, start):
@@ -247,7 +247,7 @@ def test_the_outer_state_is_one_whoever_applies_it(directory, start):
     for pipe in pipes:
         pipe.send("go")
     ends = [pipe.recv() for pipe in pipes]
-    alone = Worker(SMALL, AGN(period=1, optimizer=Adam(0.1)))
+    alone = Worker(SMALL, AGN(period=1, outer=Adam(0.1)))
     for _ in range(100):
         alone.observe({"v": np.ones(4, np.float32)})
         alone.step()

@@ -28,12 +28,12 @@ PATIENCE = 120.0  # seconds: on a busy machine Ray takes a while to start an act
 RULES = {
     "elastic": lambda **k: ElasticAverage(**({"moving_rate": 0.25} | k)),
     "average": ModelAverage,
-    "agn-sgd": lambda **k: AGN(optimizer=SGD(0.5), **k),
-    "agn-momentum": lambda **k: AGN(optimizer=Momentum(0.5), **k),
-    "agn-adagrad": lambda **k: AGN(optimizer=Adagrad(0.5), **k),
-    "agn-adam": lambda **k: AGN(optimizer=Adam(0.5), **k),
+    "agn-sgd": lambda **k: AGN(outer=SGD(0.5), **k),
+    "agn-momentum": lambda **k: AGN(outer=Momentum(0.5), **k),
+    "agn-adagrad": lambda **k: AGN(outer=Adagrad(0.5), **k),
+    "agn-adam": lambda **k: AGN(outer=Adam(0.5), **k),
     **{
-        f"{rule.__name__}-{outer.kind}": partial(rule, optimizer=outer)
+        f"{rule.__name__}-{outer.kind}": partial(rule, outer=outer)
         for rule, outers in (
             (MeanOfPseudoGradients, (SGD(0.5), Nesterov(0.5, 0.5), Adam(0.1), Ahead())),
             (Pushes, (SGD(0.5), Momentum(0.5, 0.5), Adagrad(0.5), EveryFourth(), Ahead())),

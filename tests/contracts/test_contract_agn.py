@@ -11,7 +11,7 @@ from springline.rules.reference import Twin
 
 @on("asynchronous")
 def test_a_parameter_without_gradient_is_skipped_but_adopted(place, tmp_path):
-    rule = AGN(workers=2, period=1, optimizer=Adam(0.1))
+    rule = AGN(workers=2, period=1, outer=Adam(0.1))
     one, two = place.workers(model(v=[1, 2], w=[[3, 4]]), rule)
     path = tmp_path / "center.safetensors"
 
@@ -32,7 +32,7 @@ def test_a_parameter_without_gradient_is_skipped_but_adopted(place, tmp_path):
 
 @on("asynchronous")
 def test_a_gradient_seen_in_some_steps_is_divided_by_all(place):
-    worker = place.worker(model(v=[0], w=[0]), AGN(period=2, optimizer=SGD(1.0)))
+    worker = place.worker(model(v=[0], w=[0]), AGN(period=2, outer=SGD(1.0)))
     worker.observe(model(v=[4], w=[4]))
     worker.step()
     worker.observe(model(v=[4]))
@@ -42,7 +42,7 @@ def test_a_gradient_seen_in_some_steps_is_divided_by_all(place):
 
 @on("asynchronous")
 def test_learning_rates_travel_with_the_message(place):
-    rule = AGN(workers=2, period=1, optimizer=SGD(1.0))
+    rule = AGN(workers=2, period=1, outer=SGD(1.0))
     one, two = place.workers(model(v=[0], w=[0]), rule)
     one.set_learning_rate({"v": 0.5, "w": 0.25})
     for worker, expected in ((one, (-0.5, -0.25)), (two, (-1.5, -1.25))):
@@ -82,7 +82,7 @@ def test_an_outer_optimizer_gets_whole_parameters_in_their_own_shape(place, tmp_
     values = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
     values = {n: v if n == "double" else v.astype(np.float32) for n, v in values.items()}
     gradients = [{n: v * (k + 1) + k for n, v in values.items()} for k in range(4)]
-    rule = AGN(workers=2, period=1, optimizer=Normalised())
+    rule = AGN(workers=2, period=1, outer=Normalised())
     twin = Twin(rule, values, SGD(0.1), lambda rank, step, x: gradients[2 * step + rank])
     workers = place.workers(values, rule)
     for k, (rank,) in enumerate(twin.run([0, 1, 0, 1])):

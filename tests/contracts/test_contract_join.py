@@ -60,22 +60,22 @@ def test_another_model_is_refused(place, parameters, buffers, words):
     np.testing.assert_array_equal(worker.center.values()["w"], FIRST["w"])
 
 
-ADAM = AGN(workers=2, optimizer=Adam(0.1))
+ADAM = AGN(workers=2, outer=Adam(0.1))
 
 
 @pytest.mark.parametrize(
     ("ours", "theirs", "words"),
     [
         (ElasticAverage(workers=2), ModelAverage(workers=2), "rule='elastic'.*rule='average'"),
-        (ADAM, AGN(workers=2, period=3, optimizer=Adam(0.1)), "period=10.*period=3"),
-        (ADAM, AGN(workers=3, optimizer=Adam(0.1)), "workers=2.*workers=3"),
+        (ADAM, AGN(workers=2, period=3, outer=Adam(0.1)), "period=10.*period=3"),
+        (ADAM, AGN(workers=3, outer=Adam(0.1)), "workers=2.*workers=3"),
         (
             ElasticAverage(workers=2, moving_rate=0.3),
             ElasticAverage(workers=2),
             "moving_rate=0.3.*moving_rate=0.45",
         ),
-        (ADAM, AGN(workers=2, optimizer=Adam(0.1, beta2=0.9)), "'beta2': 0.999.*'beta2': 0.9,"),
-        (ADAM, AGN(workers=2, optimizer=SGD(0.1)), "outer=.*'adam'.*'sgd'"),
+        (ADAM, AGN(workers=2, outer=Adam(0.1, beta2=0.9)), "'beta2': 0.999.*'beta2': 0.9,"),
+        (ADAM, AGN(workers=2, outer=SGD(0.1)), "outer=.*'adam'.*'sgd'"),
     ],
     ids=["rule", "period", "workers", "moving_rate", "outer", "outer's kind"],
 )
@@ -90,7 +90,7 @@ def test_other_settings_are_refused(place, ours, theirs, words):
 @on("asynchronous")
 def test_the_learning_rate_and_rho_are_each_workers_own(place):
     place.worker(FIRST, ADAM, 0)
-    place.worker(FIRST, AGN(workers=2, optimizer=Adam(0.7)), 1)
+    place.worker(FIRST, AGN(workers=2, outer=Adam(0.7)), 1)
     elastic = place.other()
     elastic.worker(FIRST, ElasticAverage(workers=2), 0)
     elastic.worker(FIRST, ElasticAverage(workers=2, rho=0.5), 1)

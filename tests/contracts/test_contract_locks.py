@@ -77,7 +77,7 @@ def test_threads_lose_updates_only_without_locks(place, use_locking, together):
 @on("asynchronous")
 def test_outer_optimizers_with_state_are_refused_without_locks(place, outer):
     with pytest.raises(SettingsError, match=f"'{outer.kind}' must take its steps one at a time"):
-        place.worker(START, AGN(optimizer=outer(0.1)), use_locking=False)
+        place.worker(START, AGN(outer=outer(0.1)), use_locking=False)
 
 
 def test_what_of_torch_has_state():
@@ -135,7 +135,7 @@ def test_processes_lose_updates_only_without_locks(place, use_locking, start):
 
 ADDITIONS = 400
 LARGE = {f"w{k}": np.zeros((150, 500), np.float32) for k in range(4)}
-ADD = AGN(workers=2, period=1, optimizer=SGD(1.0))
+ADD = AGN(workers=2, period=1, outer=SGD(1.0))
 
 
 def add_often(pipe, kind, path, rank):

@@ -131,7 +131,7 @@ def test_a_difference_that_overflows_is_refused(place, name):
 )
 @on("asynchronous")
 def test_an_outer_step_that_overflows_is_refused(place, outer, g, taken, tmp_path):
-    worker = place.worker(model(u=[1], v=[0, 0]), AGN(optimizer=outer(1.0)))
+    worker = place.worker(model(u=[1], v=[0, 0]), AGN(outer=outer(1.0)))
     path = tmp_path / "center.safetensors"
     for _ in range(taken):
         worker.observe(model(v=[-g, 1]))

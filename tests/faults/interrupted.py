@@ -36,7 +36,7 @@ def make_worker(home, name, locking, rank):
     workers = 1 if rank is None else WORKERS
     options = {"moving_rate": 0.125 * workers} if name == "elastic" else {}
     if name == "agn":
-        options = {"optimizer": SGD(1.0)}
+        options = {"outer": SGD(1.0)}
     rule = RULES[name](period=1, workers=workers, **options)
     first = 0.0 if name == "agn" else 11.0
     values = {f"own{r}": np.full(SIZE, first, np.float32) for r in range(WORKERS)}

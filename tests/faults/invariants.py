@@ -131,7 +131,7 @@ class Agn:
     """
 
     first = 0.0
-    rule = AGN(period=1, workers=WORKERS, optimizer=SGD(1.0))
+    rule = AGN(period=1, workers=WORKERS, outer=SGD(1.0))
 
     def __init__(self, locking):
         self.locking = locking
@@ -197,7 +197,7 @@ class Own:
 class Rounds(Own):
     """Every round is one step, whoever is in it."""
 
-    rule = MeanOfPseudoGradients(period=1, workers=WORKERS, optimizer=Rolling())
+    rule = MeanOfPseudoGradients(period=1, workers=WORKERS, outer=Rolling())
 
     def steps(self, seen):
         before, after = seen.versions
@@ -207,7 +207,7 @@ class Rounds(Own):
 class Pushed(Own):
     """Every exchange is one step; of one whose worker was killed some blocks may have it."""
 
-    rule = Pushes(period=1, workers=WORKERS, optimizer=EveryFourth())
+    rule = Pushes(period=1, workers=WORKERS, outer=EveryFourth())
 
     def steps(self, seen):
         under_way = WORKERS if seen.live else 0

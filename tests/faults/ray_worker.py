@@ -35,7 +35,7 @@ BASE = 4096  # under AGN the center counts each rank's exchanges: Σ count · BA
 
 def rule_of(name, workers):
     if name == "agn":
-        return AGN(workers=workers, period=1, optimizer=SGD(1.0))
+        return AGN(workers=workers, period=1, outer=SGD(1.0))
     if name == "elastic":
         return ElasticAverage(workers=workers, period=1, moving_rate=0.25)
     return ModelAverage(workers=workers, period=1)

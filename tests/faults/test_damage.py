@@ -33,7 +33,7 @@ from springline.monitor.status import StatusReader
 from springline.rules import Adam
 from springline.run import Run
 
-RULE = AGN(period=2, workers=2, optimizer=Adam(0.1))
+RULE = AGN(period=2, workers=2, outer=Adam(0.1))
 VALUES = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "b": np.ones(3)}
 START = 1_700_000_000.0
 LOG = logging.getLogger("springline")

@@ -20,7 +20,7 @@ VALUES = {"w": np.zeros(1_000_000, np.float32)}  # more than Ray sends along wit
 RULES = {
     "elastic": ElasticAverage(workers=2, period=1, moving_rate=0.25),
     "average": ModelAverage(workers=2, period=1),
-    "agn": AGN(workers=2, period=1, optimizer=SGD(0.25)),
+    "agn": AGN(workers=2, period=1, outer=SGD(0.25)),
 }
 
 

@@ -20,7 +20,7 @@ SIZE = 2_000_000
 VALUES = {"v": np.zeros(SIZE, np.float32)}
 RULES = {
     "elastic": ElasticAverage(workers=2, period=1, moving_rate=0.5),
-    "agn": AGN(workers=2, period=1, optimizer=SGD(1.0)),
+    "agn": AGN(workers=2, period=1, outer=SGD(1.0)),
     "average": ModelAverage(workers=2, period=1),
 }
 GRADIENTS = {"v": np.ones(SIZE, np.float32)}

@@ -16,11 +16,9 @@ from springline.torch import AGNOptimizer, ElasticAverageOptimizer, ModelAverage
 torch.set_num_threads(1)
 RANK, RUN = springline.rank(), springline.directory() or Path()
 RULES = {
-    "average": lambda inner, tau, **k: ModelAverageOptimizer(inner, interval_steps=tau, **k),
-    "elastic": lambda inner, tau, **k: ElasticAverageOptimizer(
-        inner, communication_period=tau, **k
-    ),
-    "agn": lambda inner, tau, **k: AGNOptimizer(inner, communication_period=tau, **k),
+    "average": lambda inner, tau, **k: ModelAverageOptimizer(inner, period=tau, **k),
+    "elastic": lambda inner, tau, **k: ElasticAverageOptimizer(inner, period=tau, **k),
+    "agn": lambda inner, tau, **k: AGNOptimizer(inner, period=tau, **k),
 }
 
 

@@ -322,7 +322,7 @@ def test_torch_leaves_the_whole_model(command, cluster, run, script):
         "import torch, springline.torch as st, springline\n"
         "model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))\n"
         "opt = st.ElasticAverageOptimizer(\n"
-        "    torch.optim.SGD(model.parameters(), lr=0.1), model=model, communication_period=2)\n"
+        "    torch.optim.SGD(model.parameters(), lr=0.1), model=model, period=2)\n"
         "for step in springline.steps(6):\n"
         "    opt.zero_grad()\n"
         "    model(torch.ones(4, 3) + torch.rand(4, 3)).sum().backward()\n"

@@ -148,7 +148,7 @@ def test_shards_in_trouble_are_reported_and_the_center_is_asked_to_stay(
 
 def test_what_a_shard_has_lost_is_reported(serve, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(ray_keeper, "_TROUBLE", 0.0)
-    rule = AGN(workers=2, period=1, optimizer=SGD(1.0))
+    rule = AGN(workers=2, period=1, outer=SGD(1.0))
     service = serve(rule, {"w": np.zeros(4, np.float32)}, storage=str(tmp_path / "store"))
     keeper, one = keeper_of(tmp_path), worker(service)
 

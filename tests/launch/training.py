@@ -18,7 +18,7 @@ def main(rule, total, pause, size=100):
     rules = {
         "elastic": lambda: springline.ElasticAverage(period=2, workers=run.workers),
         "average": lambda: springline.ModelAverage(period=2, workers=run.workers),
-        "agn": lambda: springline.AGN(period=2, workers=run.workers, optimizer=SGD(1.0)),
+        "agn": lambda: springline.AGN(period=2, workers=run.workers, outer=SGD(1.0)),
     }
     parameters = {"w": np.zeros(size, np.float32)}
     with springline.Worker(

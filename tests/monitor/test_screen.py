@@ -43,7 +43,7 @@ def show(directory, **settings):
 def run(directory, clock):
     """A run of three workers, two of them under way, after 75 seconds."""
     clock.now = 75
-    shared = center(directory, AGN(period=10, workers=3, optimizer=SGD(0.1)))
+    shared = center(directory, AGN(period=10, workers=3, outer=SGD(0.1)))
     count(shared, 0, steps=1200, exchanges=120, seconds=1.5)
     count(shared, 1, steps=900, exchanges=90, seconds=0.36)
     launch(

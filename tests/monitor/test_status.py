@@ -251,7 +251,7 @@ def test_the_checkpoints_age_without_a_launcher(directory, clock):
     shared.close()
 
 
-@pytest.mark.parametrize("rule", [ElasticAverage, ModelAverage, partial(AGN, optimizer=SGD(0.1))])
+@pytest.mark.parametrize("rule", [ElasticAverage, ModelAverage, partial(AGN, outer=SGD(0.1))])
 def test_after_the_centers_memory_is_gone(directory, reader, rule):
     shared = center(directory, rule(period=10, workers=2))
     for rank in (0, 1):

@@ -152,7 +152,7 @@ def test_a_vanishing_moving_rate_leaves_workers_independent(start, targets):
 @pytest.mark.parametrize("outer", OUTERS, ids=lambda o: o.kind)
 @pytest.mark.parametrize("rule", [ElasticAverage, ModelAverage, AGN])
 def test_one_worker_follows_the_twin(rule, outer, start, targets):
-    extra = {"optimizer": outer} if rule is AGN else {}
+    extra = {"outer": outer} if rule is AGN else {}
     if rule is ElasticAverage:
         extra = {"rho": 0.1, "moving_rate": 0.3}
     made = rule(period=3, **extra)

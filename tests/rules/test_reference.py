@@ -68,7 +68,7 @@ def test_average_two_workers():
 
 def test_agn_one_worker():
     adam = Adam(0.1, beta1=0.0, beta2=0.0)
-    twin = Twin(AGN(period=4, optimizer=adam), variables(v0=0, v1=0.5), adam, constant(-1.0))
+    twin = Twin(AGN(period=4, outer=adam), variables(v0=0, v1=0.5), adam, constant(-1.0))
     run = twin.run([0] * 8)
     for _ in range(3):
         next(run)
@@ -84,7 +84,7 @@ def test_agn_one_worker():
 
 def test_agn_two_workers_in_turn():
     adam = Adam(0.1, beta1=0.0, beta2=0.0)
-    rule = AGN(period=1, workers=2, optimizer=adam)
+    rule = AGN(period=1, workers=2, outer=adam)
     twin = Twin(rule, variables(v0=0), adam, constant(-1.0, -1.0))
     seen = [float(twin.c["v0"]) for _ in twin.run([0, 1] * 3)]
     np.testing.assert_allclose(seen, [0.1, 0.2, 0.3, 0.4, 0.5, 0.6], atol=1e-6)

@@ -7,7 +7,7 @@ import pytest
 
 from springline.rules import AGN, SGD, Adagrad, Adam, ElasticAverage, ModelAverage, Momentum
 
-RULES = [ElasticAverage, ModelAverage, partial(AGN, optimizer=SGD(0.1))]
+RULES = [ElasticAverage, ModelAverage, partial(AGN, outer=SGD(0.1))]
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -72,5 +72,5 @@ def test_settings_are_what_workers_must_agree_on():
         "moving_rate": 0.45,
     }
     assert ModelAverage(period=3).settings() == {"rule": "average", "period": 3, "workers": 1}
-    outer = AGN(optimizer=Momentum(0.5, momentum=0.8)).settings()["outer"]
+    outer = AGN(outer=Momentum(0.5, momentum=0.8)).settings()["outer"]
     assert outer == {"kind": "momentum", "momentum": 0.8}

@@ -68,7 +68,7 @@ def test_one_worker_is_its_twin(rule, function):
     rules = {
         "elastic": ElasticAverage(period=period, moving_rate=0.5, rho=rho),
         "average": ModelAverage(period=period),
-        "agn": AGN(period=period, optimizer=inner),
+        "agn": AGN(period=period, outer=inner),
     }
     options = {
         "elastic": {"communication_period": period, "moving_rate": 0.5, "rho": rho},

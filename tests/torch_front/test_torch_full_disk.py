@@ -26,7 +26,7 @@ def fill(run):
 model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Linear(2, 1))
 model[0].requires_grad_(False)
 inner = torch.optim.SGD(model[1].parameters(), lr=0.1)
-opt = ElasticAverageOptimizer(inner, model=model, communication_period=4)
+opt = ElasticAverageOptimizer(inner, model=model, period=4)
 fill(springline.directory())
 for step in springline.steps(10):
     opt.zero_grad()

@@ -215,8 +215,8 @@ models = torch.nn.Linear(4, 3), torch.nn.Linear(3, 1)
 inner = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
 run = springline.directory()
 second, died = run / "second" if run else None, run / "died"
-generator = ElasticAverageOptimizer(inner[0], model=models[0], communication_period=2)
-critic = ModelAverageOptimizer(inner[1], model=models[1], interval_steps=3, center=second)
+generator = ElasticAverageOptimizer(inner[0], model=models[0], period=2)
+critic = ModelAverageOptimizer(inner[1], model=models[1], period=3, center=second)
 for step in springline.steps(6):
     models[1](models[0](torch.ones(1, 4))).sum().backward()
     generator.step()

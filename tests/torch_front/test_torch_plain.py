@@ -47,9 +47,9 @@ def test_alone_it_is_plain_training_as_the_center_sees_it(rule):
     plain, model = normed(), normed()
     other, inner = (INNERS["adam"](m.parameters()) for m in (plain, model))
     if rule == "average":
-        opt = ModelAverageOptimizer(inner, model=model, interval_steps=3)
+        opt = ModelAverageOptimizer(inner, model=model, period=3)
     else:
-        opt = ElasticAverageOptimizer(inner, model=model, communication_period=3)
+        opt = ElasticAverageOptimizer(inner, model=model, period=3)
     for m in (plain, model):
         m.load_state_dict({k: v + v.dtype.is_floating_point for k, v in m.state_dict().items()})
     with opt.center_weights():  # before the first step
@@ -66,7 +66,7 @@ def test_alone_it_is_plain_training_as_the_center_sees_it(rule):
 def test_alone_lbfgs_is_plain_training():
     plain, model = network(), network()
     other, inner = (torch.optim.LBFGS(m.parameters(), lr=0.5) for m in (plain, model))
-    opt = ElasticAverageOptimizer(inner, model=model, communication_period=2)
+    opt = ElasticAverageOptimizer(inner, model=model, period=2)
 
     def closure(m, o, step):
         def closure():
@@ -166,9 +166,7 @@ def test_the_penalty_follows_the_twin():
     first = {name: p.numpy() for name, p in weights(network()).items()}
     twin, model = Twin(rule, first, SGD(0.1), gradient), network()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    opt = ElasticAverageOptimizer(
-        inner, model=model, communication_period=2, rho=0.7, moving_rate=0.4
-    )
+    opt = ElasticAverageOptimizer(inner, model=model, period=2, rho=0.7, moving_rate=0.4)
     for step, _ in enumerate(twin.run([0] * 7)):
         train(model, opt, [step])
         near(weights(model), {n: torch.from_numpy(v) for n, v in twin.workers[0].x.items()})
@@ -286,7 +284,7 @@ def test_a_line_search_sees_the_penalty():
 
 def test_agn_refuses_lbfgs_with_a_sentence():
     model = network()
-    with pytest.raises(ValueError, match=r"LBFGS cannot be AGN's outer optimizer.*another rule"):
+    with pytest.raises(ValueError, match=r"LBFGS cannot be an outer optimizer.*another rule"):
         wrap("agn", torch.optim.LBFGS(model.parameters()), model=model)
 
 

@@ -41,9 +41,9 @@ if __name__ == "__main__":
         springline.report("the end of rank 0")
 """
 OPTIMIZERS = {
-    "ElasticAverageOptimizer": {"communication_period": 3},
-    "ModelAverageOptimizer": {"interval_steps": 3},
-    "AGNOptimizer": {"communication_period": 3},
+    "ElasticAverageOptimizer": {"period": 3},
+    "ModelAverageOptimizer": {"period": 3},
+    "AGNOptimizer": {"period": 3},
 }
 
 

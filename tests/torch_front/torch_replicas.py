@@ -14,7 +14,7 @@ def main(how: str) -> None:
     torch.manual_seed(0)
     net = torch.nn.Linear(4, 2)
     opt = torch.optim.SGD(net.named_parameters(), lr=0.1)
-    opt = ModelAverageOptimizer(opt, model=net, interval_steps=2)
+    opt = ModelAverageOptimizer(opt, model=net, period=2)
     model = torch.nn.parallel.DistributedDataParallel(net) if how == "ddp" else net
     data = torch.Generator().manual_seed(0 if how == "same" else dist.get_rank())
     for _ in springline.steps(16):

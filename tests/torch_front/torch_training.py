@@ -8,9 +8,9 @@ from torch import nn
 from springline.torch import AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer
 
 OPTIMIZERS = {
-    "elastic": (ElasticAverageOptimizer, "communication_period"),
-    "average": (ModelAverageOptimizer, "interval_steps"),
-    "agn": (AGNOptimizer, "communication_period"),
+    "elastic": (ElasticAverageOptimizer, "period"),
+    "average": (ModelAverageOptimizer, "period"),
+    "agn": (AGNOptimizer, "period"),
 }
 RULES = sorted(OPTIMIZERS)
 INNERS = {

@@ -24,22 +24,17 @@ class AGN(Rule):
     Args:
         period: τ, local steps between two exchanges.
         workers: p, the configured number of workers.
-        optimizer: the outer optimizer, with the inner one's settings.
+        outer: the outer optimizer, with the inner one's settings.
     """
 
-    optimizer: Outer
+    outer: Outer
 
     name: ClassVar[str] = "agn"
     accumulates: ClassVar[bool] = True
 
-    @property
-    def outer(self) -> Outer:
-        """The optimizer of the center."""
-        return self.optimizer
-
     def settings(self) -> dict[str, Any]:
         """The learning rate is not among them: it travels with every message."""
-        outer = {k: v for k, v in self.optimizer.settings().items() if k != "learning_rate"}
+        outer = {k: v for k, v in self.outer.settings().items() if k != "learning_rate"}
         return super().settings() | {"outer": outer}
 
     def contribute(self, x: Array, a: Array, base: Array, n: int, out: Array) -> Array:

@@ -21,7 +21,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,10 +53,11 @@ class Rule(ABC):
         at_least_one("period", self.period, "It is the number of local steps between exchanges.")
         at_least_one("workers", self.workers, "It is the number of workers of the run.")
 
-    @property
-    @abstractmethod
-    def outer(self) -> Outer:
-        """What turns the reduced message into the next center."""
+    if TYPE_CHECKING:  # a field of some rules, a property of others
+
+        @property
+        def outer(self) -> Outer:
+            """What turns the reduced message into the next center."""
 
     @property
     def keeps_base(self) -> bool:

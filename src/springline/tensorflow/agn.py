@@ -77,7 +77,7 @@ class AGNOptimizer(CenterOptimizer):
 
     def _core_rule(self) -> Rule:
         outer = outer_like(self._opt)
-        return AGN(period=self._period, workers=self._num_worker, optimizer=outer)
+        return AGN(period=self._period, workers=self._num_worker, outer=outer)
 
     def _build(self, shards: Sequence[Shard], name: str) -> None:
         super()._build(shards, name)

@@ -17,11 +17,7 @@ from springline.progress import finish_all, finish_at_exit, note_optimizer
 from springline.rules.rule import Rule
 from springline.torch import state as worker_state
 from springline.torch.binding import Binding, Mirror, allocator, to_numpy
-from springline.torch.naming import (
-    Group,
-    float_buffers,
-    name_parameters,
-)
+from springline.torch.naming import Group, Named, float_buffers, name_parameters
 from springline.torch.outer import first_state
 from springline.torch.overlap import Overlap
 from springline.torch.place import AnyCenter, place, warn_of_replicas
@@ -30,7 +26,7 @@ from springline.torch.wrapper import Closure, State
 from springline.worker import MakeCenter, Worker
 
 _log = logging.getLogger("springline")
-MakeRule = Callable[[int, dict[str, Group]], Rule]
+MakeRule = Callable[[int, list[Named]], Rule]
 
 
 class CenterOptimizer(CenterReader):
@@ -87,7 +83,7 @@ class CenterOptimizer(CenterReader):
         workers = center.settings["workers"] if isinstance(center, Center) else run.workers
         self.worker = Worker(
             {name: to_numpy(p) for name, p in parameters.items()},
-            self._make_rule(workers, {n.name: n.group for n in named}),
+            self._make_rule(workers, named),
             center,
             run.rank,
             buffers={name: to_numpy(b) for name, b in buffers.items()},

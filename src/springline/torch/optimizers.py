@@ -2,47 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from springline.checks import at_least_one
-from springline.rules import AGN, ElasticAverage, ModelAverage
+from springline.rules import AGN, ElasticAverage, ModelAverage, Outer
 from springline.rules.rule import Rule
+from springline.torch.naming import Named
 from springline.torch.optimizer import CenterOptimizer
-from springline.torch.outer import TorchOuter
+from springline.torch.outer import MakeOptimizer, TorchOuter, outer_of
 from springline.torch.place import AnyCenter
 from springline.torch.wrapper import State
 
 _PERIOD = "It is the number of local steps between two exchanges."
-
-
-class Options(TypedDict, total=False):
-    """What all three take.
-
-    Args:
-        model: the model; gives parameters their names, and lets its floating-point buffers travel
-            with the center.
-        use_locking: whether an exchange is atomic, per part of the center; True by default.
-            Under AGN it always is with optimizers other than SGD, whose moments would be some of
-            one step and some of another.
-        overlap: exchange in the background; the training loop waits for nobody, under averaging
-            until the next round is due. False by default.
-        center: a center, the directory of a shared one, or a `torch.distributed` process group
-            (not under AGN). By default that of the run the script was started in, else one of this
-            worker's own.
-        timeout: seconds after which waiting for other workers fails, naming them.
-        keep_own_weights: whether a worker that has loaded weights after this was made goes on with
-            those, where the center has others by then; by default it takes the center's.
-    """
-
-    model: torch.nn.Module | None
-    use_locking: bool
-    overlap: bool
-    center: AnyCenter
-    timeout: float | None
-    keep_own_weights: bool
 
 
 class ElasticAverageOptimizer(CenterOptimizer):
@@ -50,13 +24,20 @@ class ElasticAverageOptimizer(CenterOptimizer):
 
     Args:
         optimizer: any torch optimizer, made with the model's parameters.
-        communication_period: τ, local steps between two exchanges.
+        model: the model; gives parameters their names, and lets its floating-point buffers travel
+            with the center.
+        period: τ, local steps between two exchanges.
         moving_rate: α in (0, 1], by default 0.9 / workers as in the authors' own code;
             TensorFlow's default was τ times weaker.
         rho: ρ, the exploration penalty; 0 costs nothing.
+        use_locking: whether an exchange is atomic, per part of the center.
         synchronous: whether all workers wait for each other before the first step.
-        **options: `model`, `use_locking`, `overlap`, `center`, `timeout`, `keep_own_weights`, as
-            `Options` in this file describes them.
+        overlap: exchange in the background; the training loop waits for nobody.
+        center: a center, the directory of a shared one, or a `torch.distributed` process group. By
+            default that of the run the script was started in, else one of this worker's own.
+        timeout: seconds after which waiting for other workers fails, naming them.
+        keep_own_weights: whether a worker that has loaded weights after this was made goes on with
+            those, where the center has others by then; by default it takes the center's.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> opt = ElasticAverageOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
@@ -68,20 +49,33 @@ class ElasticAverageOptimizer(CenterOptimizer):
         self,
         optimizer: torch.optim.Optimizer,
         *,
-        communication_period: int = 10,
+        model: torch.nn.Module | None = None,
+        period: int = 10,
         moving_rate: float | None = None,
         rho: float = 0.0,
+        use_locking: bool = True,
         synchronous: bool = False,
-        **options: Unpack[Options],
+        overlap: bool = False,
+        center: AnyCenter = None,
+        timeout: float | None = None,
+        keep_own_weights: bool = False,
     ) -> None:
-        at_least_one("communication_period", communication_period, _PERIOD)
+        at_least_one("period", period, _PERIOD)
 
-        def rule(workers: int, _: dict[str, dict[str, Any]]) -> Rule:
-            return ElasticAverage(
-                period=communication_period, workers=workers, moving_rate=moving_rate, rho=rho
-            )
+        def rule(workers: int, _: list[Named]) -> Rule:
+            return ElasticAverage(period=period, workers=workers, moving_rate=moving_rate, rho=rho)
 
-        super().__init__(optimizer, rule, synchronous=synchronous, **options)
+        super().__init__(
+            optimizer,
+            rule,
+            model=model,
+            center=center,
+            use_locking=use_locking,
+            synchronous=synchronous,
+            overlap=overlap,
+            timeout=timeout,
+            keep_own_weights=keep_own_weights,
+        )
         self._rho = rho
 
     def _observe(self) -> None:
@@ -129,60 +123,109 @@ class ModelAverageOptimizer(CenterOptimizer):
 
     Args:
         optimizer: any torch optimizer, made with the model's parameters.
-        interval_steps: τ, local steps between two rounds.
-        **options: `model`, `use_locking`, `overlap`, `center`, `timeout`, `keep_own_weights`, as
-            `Options` in this file describes them.
+        model: the model; gives parameters their names, and lets its floating-point buffers travel
+            with the center.
+        period: τ, local steps between two rounds.
+        use_locking: whether a shard is reduced under its lock.
+        overlap: meet in the background, until the next round is due.
+        center: a center, the directory of a shared one, or a `torch.distributed` process group. By
+            default that of the run the script was started in, else one of this worker's own.
+        timeout: seconds after which waiting for other workers fails, naming them.
+        keep_own_weights: whether a worker that has loaded weights after this was made goes on with
+            those, where the center has others by then; by default it takes the center's.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         *,
-        interval_steps: int = 100,
-        **options: Unpack[Options],
+        model: torch.nn.Module | None = None,
+        period: int = 10,
+        use_locking: bool = True,
+        overlap: bool = False,
+        center: AnyCenter = None,
+        timeout: float | None = None,
+        keep_own_weights: bool = False,
     ) -> None:
-        at_least_one("interval_steps", interval_steps, _PERIOD)
-
-        def rule(workers: int, _: dict[str, dict[str, Any]]) -> Rule:
-            return ModelAverage(period=interval_steps, workers=workers)
-
-        super().__init__(optimizer, rule, synchronous=True, **options)
+        at_least_one("period", period, _PERIOD)
+        super().__init__(
+            optimizer,
+            lambda workers, _: ModelAverage(period=period, workers=workers),
+            model=model,
+            center=center,
+            use_locking=use_locking,
+            synchronous=True,
+            overlap=overlap,
+            timeout=timeout,
+            keep_own_weights=keep_own_weights,
+        )
 
 
 class AGNOptimizer(CenterOptimizer):
     """AGN: every few steps the mean gradient takes one step of an outer optimizer on the center.
 
-    The outer optimizer is of the same kind and settings as `optimizer`, follows its learning rates,
-    and has its state in the center.
+    By default the outer optimizer is of the same kind and settings as `optimizer` and follows its
+    learning rates. Its state is in the center.
 
     Args:
         optimizer: any torch optimizer, made with the model's parameters.
-        communication_period: τ, local steps between two exchanges.
+        model: the model; gives parameters their names, and lets its floating-point buffers travel
+            with the center.
+        period: τ, local steps between two exchanges.
+        outer: the outer optimizer: one of `springline.outer`, with a learning rate of its own, or a
+            function that makes a torch optimizer of a list of parameters.
+        use_locking: whether an exchange is atomic, per part of the center; False only with SGD
+            without momentum as the outer optimizer, since all others have state.
         synchronous: whether all workers wait for each other before the first step.
-        **options: `model`, `use_locking`, `overlap`, `center`, `timeout`, `keep_own_weights`, as
-            `Options` in this file describes them.
+        overlap: exchange in the background; the training loop waits for nobody.
+        center: a center, or the directory of a shared one. By default that of the run the script
+            was started in, else one of this worker's own.
+        timeout: seconds after which waiting for other workers fails, naming them.
+        keep_own_weights: whether a worker that has loaded weights after this was made goes on with
+            those, where the center has others by then; by default it takes the center's.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         *,
-        communication_period: int = 10,
+        model: torch.nn.Module | None = None,
+        period: int = 10,
+        outer: Outer | MakeOptimizer | None = None,
+        use_locking: bool = True,
         synchronous: bool = False,
-        **options: Unpack[Options],
+        overlap: bool = False,
+        center: AnyCenter = None,
+        timeout: float | None = None,
+        keep_own_weights: bool = False,
     ) -> None:
-        at_least_one("communication_period", communication_period, _PERIOD)
+        at_least_one("period", period, _PERIOD)
+        self._own_rates = outer is not None
 
-        def rule(workers: int, groups: dict[str, dict[str, Any]]) -> Rule:
-            outer = TorchOuter(optimizer, groups)
-            return AGN(period=communication_period, workers=workers, optimizer=outer)
+        def rule(workers: int, named: list[Named]) -> Rule:
+            twin = TorchOuter(optimizer, {n.name: n.group for n in named})
+            made = twin if outer is None else outer_of(outer, named)
+            return AGN(period=period, workers=workers, outer=made)
 
         # The parameters that had a gradient in the last step and their parts of `a`; the others.
         self._with_gradient: list[Tensor] = []
         self._sums: list[Tensor] = []
         self._without_gradient: list[Tensor] = []
 
-        super().__init__(optimizer, rule, synchronous=synchronous, **options)
+        super().__init__(
+            optimizer,
+            rule,
+            model=model,
+            center=center,
+            use_locking=use_locking,
+            synchronous=synchronous,
+            overlap=overlap,
+            timeout=timeout,
+            keep_own_weights=keep_own_weights,
+        )
+        made = self.worker.rule.outer
+        if self._own_rates and isinstance(made, TorchOuter):
+            self.worker.set_learning_rate(made.rates)
 
     def _observe(self) -> None:
         """`a ← a + g`, in one call where the same parameters have a gradient as the step before."""
@@ -221,6 +264,8 @@ class AGNOptimizer(CenterOptimizer):
 
     def _before_exchange(self) -> None:
         self._mirror.down()
+        if self._own_rates:
+            return
         for group in self.param_groups:
             for p in group["params"]:
                 self.worker.local.rates[self._entries[id(p)]] = float(group.get("lr", 0.0))

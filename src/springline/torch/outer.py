@@ -1,4 +1,4 @@
-"""AGN's outer optimizer, like the inner one: the same kind and settings, its state in the center.
+"""Torch optimizers as outer optimizers: AGN's, which is like the inner one, or the user's own.
 
 A torch optimizer makes its state in its first step, in whatever way it likes. So does the outer
 one: the first step of a parameter is taken without state, what comes out is put into the center,
@@ -12,7 +12,7 @@ import json
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,11 +22,38 @@ from torch import Tensor
 
 from springline.rules.outer import Exchange, Outer, Point, Shape
 from springline.rules.rule import is_finite, size
+from springline.torch.naming import Named
 
 _TAKEN = "steps_taken"  # by the center's parameter; 0 means that there is no state
 _NOT_SETTINGS = ("params", "param_names", "lr", "initial_lr", "swa_lr", "max_lr", "min_lr")
 # How a step is computed. The center is on the CPU, and its workers need not agree on this.
 _COMPUTED = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
+
+
+MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+def outer_of(given: Outer | MakeOptimizer, named: Sequence[Named]) -> Outer:
+    """Return the outer optimizer that a user asks for.
+
+    Args:
+        given: one of `springline.outer`, or a function that makes a torch optimizer.
+        named: the model's parameters.
+    """
+    if isinstance(given, Outer):
+        return given
+    like = [torch.nn.Parameter(torch.zeros(n.parameter.shape)) for n in named]
+    made = given(like) if callable(given) else given
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(
+            "`outer` must be one of `springline.outer`, or a function that makes a torch optimizer "
+            f"of a list of parameters. Received: {type(made).__name__} {made!r}."
+        )
+    groups = {id(p): group for group in made.param_groups for p in group["params"]}
+    missing = next((n.name for n, p in zip(named, like, strict=True) if id(p) not in groups), None)
+    if missing is not None:
+        raise ValueError(f"The optimizer that `outer` has made leaves out {missing!r}.")
+    return TorchOuter(made, {n.name: groups[id(p)] for n, p in zip(named, like, strict=True)})
 
 
 class TorchOuter(Outer):
@@ -35,6 +62,9 @@ class TorchOuter(Outer):
     Args:
         inner: the optimizer to be like; it is not changed.
         groups: the settings of each parameter, by name.
+
+    Attributes:
+        rates: the learning rate of each parameter, by name.
     """
 
     whole = True  # torch optimizers see whole parameters in their own shape
@@ -49,6 +79,7 @@ class TorchOuter(Outer):
         self._optimizers: dict[tuple[int, str, int], torch.optim.Optimizer] = {}
         self._numbers: dict[str, dict[str, type]] = {}  # what of a state is a plain number
         self.learning_rate = float(inner.defaults.get("lr", 0.0))
+        self.rates = {name: float(group.get("lr", 0.0)) for name, group in groups.items()}
         self.kind = type(inner).__name__
         plain = isinstance(inner, torch.optim.SGD)  # the only one without state
         self.stateless = plain and not any(g.get("momentum") for g in self._groups.values())
@@ -89,7 +120,7 @@ class TorchOuter(Outer):
             optimizer.step()
         except Exception as error:
             raise ValueError(
-                f"{self.kind} cannot be AGN's outer optimizer, which takes one step at a time on "
+                f"{self.kind} cannot be an outer optimizer, which takes one step at a time on "
                 f"one parameter at a time: {error}. Use another optimizer, or another rule."
             ) from error
         state = dict(optimizer.state[p])
