@@ -14,9 +14,10 @@ from springline import (
     ModelAverage,
     SharedCenter,
     Worker,
+    errors,
     progress,
 )
-from springline.center import Layout, LayoutError, NonFiniteError, RoundTimeoutError, errors
+from springline.center import Layout, LayoutError, NonFiniteError, RoundTimeoutError
 from springline.rules import SGD
 
 

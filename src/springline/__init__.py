@@ -5,7 +5,7 @@ shared center that pulls it back like a mooring line.
 """
 
 from springline.center import LocalCenter, SharedCenter
-from springline.center.errors import (
+from springline.errors import (
     CenterError,
     CheckpointError,
     DamagedError,

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from springline.center.center import Center
-from springline.center.errors import CenterError, TokenError
 from springline.center.layout import Layout
+from springline.errors import CenterError, TokenError
 from springline.rules.rule import Rule
 
 

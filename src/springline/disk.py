@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 
-from springline.center.errors import CheckpointError
+from springline.errors import CheckpointError
 
 _log = logging.getLogger("springline")
 _missing: set[str] = set()  # what this process has warned of

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from springline import checks
-from springline.center.errors import CenterError
 from springline.center.waiting import wait_until
 from springline.disk import can_do_without
+from springline.errors import CenterError
 from springline.files import write_text
 from springline.run import REPORT, Run, ToLauncher, directory
 

@@ -32,11 +32,12 @@ from typing import Any
 from springline import checks
 from springline.center import Center, CenterError, Layout, RankError, SharedCenter
 from springline.center.checkpoint import describe, newest
-from springline.center.errors import DamagedError
 from springline.center.shared import CHECKPOINT_NAME
 from springline.cluster import Cluster
 from springline.disk import can_do_without
+from springline.errors import DamagedError
 from springline.files import write_text
+from springline.launch_state import LaunchState
 from springline.rules.rule import Rule
 
 REPORT, WARNINGS = "report.txt", "warnings"
@@ -120,8 +121,6 @@ class Run:
 
     def given_up(self) -> list[int] | None:
         """Return the ranks that the launcher does not start again; None if there is no launcher."""
-        from springline.launch.state import LaunchState
-
         launch = None
         with contextlib.suppress(CenterError):  # it is damaged: nobody tells
             launch = LaunchState.read(self.directory) if self.directory else None

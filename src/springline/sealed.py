@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from springline.center.errors import CenterError, DamagedError
+from springline.errors import CenterError, DamagedError
 from springline.files import open_regular, write_text
 from springline.typed import Count, build, convert
 

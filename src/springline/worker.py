@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from springline import checks, progress, run
 from springline.arrays import InPlace
 from springline.center.center import Center, Local
-from springline.center.errors import CenterError
 from springline.center.layout import Bytes, Layout, aligned_zeros
 from springline.center.local import LocalCenter
+from springline.errors import CenterError
 from springline.replicas import Replicas
 from springline.rules.rule import Rule
 from springline.signals import deferred

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from springline.center.errors import EndedError
 from springline.center.ray_peer import Door, door
+from springline.errors import EndedError
 
 LEFT = "This process has left the Ray cluster"
 # What was registered last comes first: the door is closed, it is said, and then Ray ends.

@@ -5,9 +5,9 @@ from unittest import mock
 import pytest
 
 from springline.center import CenterError
-from springline.center.errors import EndedError
 from springline.center.ray import retire
 from springline.center.served.peer import NotHereError, PeerLostError
+from springline.errors import EndedError
 
 
 @pytest.fixture

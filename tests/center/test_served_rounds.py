@@ -8,10 +8,10 @@ import pytest
 from served import message, worker
 from springline import ModelAverage
 from springline.center import CenterError
-from springline.center.errors import TakenOverError
 from springline.center.served.messages import ClosedRound
 from springline.center.served.peer import PeerLostError
 from springline.center.served.steps import Steps
+from springline.errors import TakenOverError
 
 WORKERS = 3
 VALUES = {"w": np.zeros(200_000, np.float32), "b": np.zeros(5, np.float32)}

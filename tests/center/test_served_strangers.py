@@ -9,7 +9,6 @@ import pytest
 from served import TOKEN, LocalPeer, worker
 from springline import AGN, ElasticAverage, ModelAverage
 from springline.center import CenterError, LayoutError, NonFiniteError, RankError
-from springline.center.errors import TakenOverError, TokenError
 from springline.center.ray_actors import RayHead
 from springline.center.served import interceptor
 from springline.center.served.head import Head
@@ -18,6 +17,7 @@ from springline.center.served.messages import ClosedRound, Message, Row, Sender
 from springline.center.served.peer import Call
 from springline.center.served.shard import Shard
 from springline.center.token import issue, sign
+from springline.errors import TakenOverError, TokenError
 from springline.rules import Adam
 
 VALUES = {"w": np.zeros(20, np.float32), "b": np.zeros(5, np.float32)}

@@ -24,7 +24,7 @@ from springline.center.shared import CHECKPOINT_NAME
 from springline.launch.directory import LaunchError, RunDirectory
 from springline.launch.export import export
 from springline.launch.request import ClusterRequest
-from springline.launch.state import CenterStatus, LaunchState, WorkerEntry
+from springline.launch_state import CenterStatus, LaunchState, WorkerEntry
 from springline.monitor.curves import Timeline, quantities
 from springline.monitor.metrics import read_metrics
 from springline.monitor.screen import Screen

@@ -6,7 +6,7 @@ from launched import RunOnDisk
 from springline import ElasticAverage
 from springline.center import Layout
 from springline.center.plan import Plan
-from springline.launch.state import CenterStatus
+from springline.launch_state import CenterStatus
 
 PLAN = Plan.of(Layout.of({"w": np.zeros(1)}), ElasticAverage(), use_locking=True)
 

@@ -10,7 +10,7 @@ import pytest
 from launched import TRAINING, Command, RunOnDisk, alive, wait_for
 
 from springline.center import place
-from springline.launch.state import LaunchState
+from springline.launch_state import LaunchState
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from springline.center import CenterError, SharedCenter, place
 from springline.center.checkpoint import describe, newest
-from springline.launch.state import LaunchState
+from springline.launch_state import LaunchState
 
 TRAINING = Path(__file__).with_name("training.py")
 

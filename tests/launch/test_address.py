@@ -13,9 +13,9 @@ from clustered import ClusterRun
 from launched import TRAINING, alive, all_gone, wait_for
 from safetensors.numpy import load_file
 
-from springline.center.errors import TokenError
 from springline.center.ray import RayCenter
 from springline.center.token import read_token
+from springline.errors import TokenError
 from springline.launch.ray_keeper import center_name
 
 PATIENCE = 120.0  # seconds for what takes a few, on a busy machine

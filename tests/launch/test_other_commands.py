@@ -14,7 +14,7 @@ from launched import TRAINING, wait_for
 from safetensors.numpy import load_file
 
 from springline.center.checkpoint import previous
-from springline.launch.state import LaunchState
+from springline.launch_state import LaunchState
 
 
 def test_export_of_a_live_run_and_of_one_that_has_ended(train, command, run, tmp_path):

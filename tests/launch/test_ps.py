@@ -9,7 +9,7 @@ import pytest
 from launched import all_gone, wait_for
 
 from springline.launch.backend import LocalCluster
-from springline.launch.state import LaunchState, WorkerEntry
+from springline.launch_state import LaunchState, WorkerEntry
 
 # A server listens at its address for ever, a worker listens too, looks for the server and ends.
 TASKS = """

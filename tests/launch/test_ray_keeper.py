@@ -15,15 +15,15 @@ from safetensors.numpy import load_file
 from served import Service, worker
 from springline import AGN, ElasticAverage
 from springline.center import CenterError, Layout
-from springline.center.errors import TokenError
 from springline.center.served.center import ServedCenter
 from springline.center.served.storage import Storage
 from springline.center.token import read_token
+from springline.errors import TokenError
 from springline.launch import ray_keeper
 from springline.launch.directory import LaunchError
 from springline.launch.keeper import storage_of
 from springline.launch.ray_keeper import RayKeeper, center_name, check_center
-from springline.launch.state import CenterStatus, LaunchState
+from springline.launch_state import CenterStatus, LaunchState
 from springline.rules import SGD
 
 RULE = ElasticAverage(workers=2)

@@ -16,8 +16,8 @@ from springline.launch import ray_backend, ray_worker, worker_actor
 from springline.launch.directory import LaunchError
 from springline.launch.ray_worker import RayWorker
 from springline.launch.request import ClusterRequest
-from springline.launch.state import CenterStatus
 from springline.launch.worker_actor import Assignment, FilePart, WorkerActor
+from springline.launch_state import CenterStatus
 
 
 def assignment(script, directory, **environment):

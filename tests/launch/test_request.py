@@ -8,7 +8,7 @@ from clustered import PLAN
 from springline.cluster import Cluster
 from springline.launch.directory import LaunchError
 from springline.launch.request import ClusterRequest
-from springline.launch.state import CenterStatus
+from springline.launch_state import CenterStatus
 from springline.progress import report
 from springline.run import Run
 

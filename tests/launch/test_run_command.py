@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from springline.launch import guard
 from springline.launch.directory import LaunchError, RunDirectory
 from springline.launch.process import cores
-from springline.launch.state import LaunchState
+from springline.launch_state import LaunchState
 
 
 def mode(path):

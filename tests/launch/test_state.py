@@ -6,7 +6,7 @@ import pytest
 
 from springline.center import CenterError
 from springline.launch.process import WorkerProcess
-from springline.launch.state import LaunchState, WorkerEntry
+from springline.launch_state import LaunchState, WorkerEntry
 
 
 def state(started, *workers, **values):

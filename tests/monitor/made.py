@@ -9,7 +9,7 @@ from springline import ElasticAverage, SharedCenter
 from springline.center import Layout
 from springline.center.locks import RecordLocks
 from springline.center.plan import EXCHANGES, NANOSECONDS, STEPS
-from springline.launch.state import LaunchState, WorkerEntry
+from springline.launch_state import LaunchState, WorkerEntry
 from springline.monitor.status import StatusReader
 
 START = 1_700_000_000.0

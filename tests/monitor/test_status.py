@@ -10,7 +10,7 @@ from made import MODEL, NBYTES, START, center, count, launch, launcher_alive, lo
 from springline import AGN, ElasticAverage, ModelAverage, SharedCenter, Worker
 from springline.center import CenterError, Layout
 from springline.center.plan import Plan
-from springline.launch.state import CenterStatus
+from springline.launch_state import CenterStatus
 from springline.monitor.sources import find_plan
 from springline.monitor.status import NotARunError, StatusReader, WorkerStatus
 from springline.rules import SGD

@@ -13,7 +13,7 @@ from tf_cluster import GETTERS, INNERS, PERIODS, Model, Servers, free_ports, tog
 
 from marks import slow
 from springline.center import waiting
-from springline.center.errors import RoundTimeoutError
+from springline.errors import RoundTimeoutError
 from springline.tensorflow import cluster
 from springline.tensorflow.cluster import Watch
 

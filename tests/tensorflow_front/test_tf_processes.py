@@ -15,7 +15,7 @@ import tensorflow as tf
 from tf_cluster import free_ports
 from tf_script import BEST
 
-from springline.launch.state import LaunchState
+from springline.launch_state import LaunchState
 
 SCRIPT = Path(__file__).with_name("tf_script.py")
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "COLUMNS": "200"}

@@ -1,7 +1,10 @@
 """Where the center lives."""
 
 from springline.center.center import Center, Local, Member, Progress
-from springline.center.errors import (
+from springline.center.layout import Layout
+from springline.center.local import LocalCenter
+from springline.center.shared import SharedCenter
+from springline.errors import (
     CenterError,
     CheckpointError,
     DamagedError,
@@ -11,9 +14,6 @@ from springline.center.errors import (
     RoundTimeoutError,
     SettingsError,
 )
-from springline.center.layout import Layout
-from springline.center.local import LocalCenter
-from springline.center.shared import SharedCenter
 
 __all__ = [
     "Center",

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from springline.center.errors import AFTER_NAN, NonFiniteError
 from springline.center.layout import BLOCK, Bytes, Layout, Run, aligned, aligned_zeros
 from springline.center.plan import Plan
+from springline.errors import AFTER_NAN, NonFiniteError
 from springline.rules.buffers import buffer_rule
 from springline.rules.outer import Exchange, Outer, Point
 from springline.rules.rule import Rule, reduce, size

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from springline import checks
-from springline.center.errors import LayoutError, NonFiniteError, RankError, SettingsError
 from springline.center.layout import Bytes, Layout, aligned_zeros
 from springline.center.plan import Plan
+from springline.errors import LayoutError, NonFiniteError, RankError, SettingsError
 from springline.rules.rule import Rule
 
 _Self = TypeVar("_Self", bound="Center")

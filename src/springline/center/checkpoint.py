@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from springline import files, sealed
-from springline.center.errors import CheckpointError
 from springline.center.layout import Bytes
 from springline.center.plan import Plan, check_settings
+from springline.errors import CheckpointError
 from springline.typed import Count, build
 
 _HEADER, _CENTER = "springline", "center/"

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from springline import sealed
 from springline.center.checkpoint import write_tensors
-from springline.center.errors import CheckpointError
+from springline.errors import CheckpointError
 from springline.typed import convert
 
 NAME = "extras.safetensors"

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from springline.center.errors import LayoutError
+from springline.errors import LayoutError
 
 ALIGNMENT = 64
 SHARDS = 16

@@ -20,8 +20,8 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from springline.center.errors import CenterError
 from springline.center.waiting import describe_process, describe_rank, wait_until
+from springline.errors import CenterError
 from springline.signals import deferred
 
 if sys.platform != "win32":  # `SharedCenter` says so before it gets here

@@ -31,7 +31,6 @@ from springline.center.blocks import (
     step,
 )
 from springline.center.center import Local, Member, check_finite
-from springline.center.errors import CenterError, NonFiniteError
 from springline.center.layout import Bytes
 from springline.center.locks import CREATE, SHARD
 from springline.center.plan import (
@@ -50,6 +49,7 @@ from springline.center.plan import (
 )
 from springline.center.rounds import Rounds
 from springline.center.waiting import WARN_EVERY, is_stopped, wait_until
+from springline.errors import CenterError, NonFiniteError
 from springline.rules.outer import Exchange
 from springline.rules.rule import Rule
 from springline.signals import deferred

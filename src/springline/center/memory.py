@@ -14,7 +14,6 @@ import numpy as np
 
 from springline.center import checkpoint
 from springline.center.center import Center, Progress, check_finite
-from springline.center.errors import CenterError, rank_in_use
 from springline.center.journal import Journal
 from springline.center.layout import Bytes
 from springline.center.locks import CHECKPOINT, RANK, SHARD, Locks
@@ -34,6 +33,7 @@ from springline.center.plan import (
     Plan,
 )
 from springline.center.waiting import describe_rank
+from springline.errors import CenterError, rank_in_use
 from springline.rules.rule import Rule
 from springline.signals import deferred
 

@@ -28,9 +28,9 @@ from pathlib import Path
 
 import numpy as np
 
-from springline.center.errors import CenterError
 from springline.center.layout import Bytes
 from springline.center.locks import record_lock
+from springline.errors import CenterError
 
 if sys.platform != "win32":
     import fcntl

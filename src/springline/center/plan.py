@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from springline.center.errors import SettingsError
 from springline.center.layout import BLOCK, Bytes, Entry, Kind, Layout, Run, aligned
 from springline.checks import at_least_one, true_or_false
+from springline.errors import SettingsError
 from springline.rules.outer import Outer
 from springline.rules.rule import Rule
 from springline.typed import Count, build

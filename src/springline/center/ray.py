@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from springline.center.center import check_layout, check_settings
-from springline.center.errors import CenterError, EndedError, TokenError
 from springline.center.layout import Layout
 from springline.center.plan import Plan
 from springline.center.ray_actors import HeadActor, make_actor
@@ -36,6 +35,7 @@ from springline.center.served.head import GRACE
 from springline.center.served.messages import cut
 from springline.center.served.peer import Call
 from springline.center.token import new_token
+from springline.errors import CenterError, EndedError, TokenError
 from springline.rules.rule import Rule
 
 _log = logging.getLogger("springline")

@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from springline.center.errors import CenterError, EndedError, TokenError, forgotten
 from springline.center.ray_peer import (
     NAMESPACE,
     PAUSE,
@@ -28,6 +27,7 @@ from springline.center.served.head import Head, Look
 from springline.center.served.interceptor import Interceptor
 from springline.center.served.messages import Row, latest
 from springline.center.served.shard import Shard
+from springline.errors import CenterError, EndedError, TokenError, forgotten
 from springline.rules.rule import Rule
 
 _SAVING = 60.0  # seconds that a shard may take to write itself for the last time

@@ -13,7 +13,7 @@ from typing import Literal
 
 from springline.center import place
 from springline.center.directory import memory_of
-from springline.center.errors import CenterError
+from springline.errors import CenterError
 
 # "center": its directory names it. "lost": nothing does; whoever made or freed it was killed.
 # "missing": its directory is not where it was; whoever opens it at another place finds it there.

@@ -34,7 +34,6 @@ from springline.center.directory import (
     read_layout,
     write_layout,
 )
-from springline.center.errors import CenterError
 from springline.center.layout import Bytes, Layout
 from springline.center.locks import CREATE, KEEPER, RANK, RecordLocks
 from springline.center.member import MemoryMember
@@ -43,6 +42,7 @@ from springline.center.place import adopt, belongs, free, map_memory, new_memory
 from springline.center.plan import ENDS, Plan
 from springline.center.segments import in_use, sweep
 from springline.center.waiting import is_alive
+from springline.errors import CenterError
 from springline.rules.rule import Rule
 
 CHECKPOINT_NAME = "checkpoint.safetensors"

@@ -13,7 +13,7 @@ import secrets
 import time
 from pathlib import Path
 
-from springline.center.errors import TokenError
+from springline.errors import TokenError
 from springline.files import write_text
 
 NAME = "token"

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from springline.center.errors import RoundTimeoutError
+from springline.errors import RoundTimeoutError
 from springline.signals import deliver
 
 WARN_AFTER, WARN_EVERY = 5.0, 30.0  # seconds

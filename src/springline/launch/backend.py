@@ -14,7 +14,7 @@ from springline.launch.guard import Guard
 from springline.launch.keeper import Keeper
 from springline.launch.process import Job, Task, WorkerProcess, cores, environment
 from springline.launch.request import ClusterRequest
-from springline.launch.state import LaunchState
+from springline.launch_state import LaunchState
 
 Say = Callable[[str], None]
 

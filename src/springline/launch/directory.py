@@ -13,11 +13,11 @@ from pathlib import Path
 from springline.center import CenterError, SharedCenter
 from springline.center.checkpoint import describe, newest
 from springline.center.directory import LAYOUT_NAME
-from springline.center.errors import DamagedError
 from springline.center.locks import RecordLocks
 from springline.center.shared import CHECKPOINT_NAME
-from springline.launch.state import NAME as STATE_NAME
-from springline.launch.state import CenterStatus
+from springline.errors import DamagedError
+from springline.launch_state import NAME as STATE_NAME
+from springline.launch_state import CenterStatus
 
 CENTER, LOCK = "center", "lock"
 RUNS = "runs"  # where runs are, if nothing else is said

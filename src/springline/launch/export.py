@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from springline.center import CenterError, CheckpointError, RoundTimeoutError, SharedCenter
 from springline.center.checkpoint import describe, newest, read_center, write_tensors
 from springline.center.directory import LAYOUT_NAME
-from springline.center.errors import DamagedError
 from springline.center.extras import with_extras
 from springline.center.served.center import read_stored
 from springline.center.served.founding import NAME as HEAD
 from springline.center.shared import CHECKPOINT_NAME
+from springline.errors import DamagedError
 from springline.launch.directory import CENTER, LaunchError, find_run
 from springline.launch.keeper import FINAL, PATIENCE, storage_of
-from springline.launch.state import LaunchState
+from springline.launch_state import LaunchState
 from springline.sealed import open_tensors, reading
 
 

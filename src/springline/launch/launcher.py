@@ -18,7 +18,7 @@ from springline.launch.directory import RunDirectory
 from springline.launch.keeper import LostError
 from springline.launch.process import Task
 from springline.launch.request import ClusterRequest, check_numbers, check_script
-from springline.launch.state import NAME, LaunchState
+from springline.launch_state import NAME, LaunchState
 from springline.run import Run
 
 _LOOK = 0.1  # seconds between two looks at the workers

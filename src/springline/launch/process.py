@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from springline.launch import guard as guards
-from springline.launch.state import WorkerEntry
+from springline.launch_state import WorkerEntry
 from springline.run import WARNINGS
 
 Job = Literal["ps", "worker"]

@@ -19,7 +19,6 @@ from typing import Any
 from ray.exceptions import RayError
 
 from springline.center import CenterError, CheckpointError
-from springline.center.errors import TokenError
 from springline.center.extras import with_extras
 from springline.center.ray import RayCenter, retire
 from springline.center.ray_peer import door
@@ -30,9 +29,10 @@ from springline.center.served.messages import Trouble
 from springline.center.served.peer import PeerLostError
 from springline.center.served.storage import Storage
 from springline.center.token import NAME as TOKEN
+from springline.errors import TokenError
 from springline.launch.directory import CENTER, LaunchError, RunDirectory
 from springline.launch.keeper import Keeper, LostError
-from springline.launch.state import CenterStatus, LaunchState
+from springline.launch_state import CenterStatus, LaunchState
 
 _EVERY = 1.0  # seconds between two looks at the center
 _ANSWER = 5.0  # seconds that two looks may take

@@ -22,7 +22,6 @@ from ray.exceptions import ActorUnavailableError, RayError
 from springline.files import write_text
 from springline.launch.directory import CENTER
 from springline.launch.process import Task
-from springline.launch.state import CenterStatus
 from springline.launch.worker_actor import (
     Assignment,
     FilePart,
@@ -31,6 +30,7 @@ from springline.launch.worker_actor import (
     Version,
     WorkerActor,
 )
+from springline.launch_state import CenterStatus
 from springline.run import Run
 
 _log = logging.getLogger("springline")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from springline.launch.directory import CENTER, LaunchError
-from springline.launch.state import Asked, CenterStatus
+from springline.launch_state import Asked, CenterStatus
 
 NO_STORAGE = "none"
 _LEAST = 0.0001  # of a CPU or a GPU: Ray counts no finer

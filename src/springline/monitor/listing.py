@@ -18,7 +18,7 @@ from springline.center.directory import LAYOUT_NAME
 from springline.center.shared import CHECKPOINT_NAME
 from springline.launch.directory import CENTER, is_held, short
 from springline.launch.holdings import Holding, disk_usage
-from springline.launch.state import LaunchState
+from springline.launch_state import LaunchState
 from springline.monitor.sources import CenterReader, CenterState
 from springline.monitor.words import ago
 

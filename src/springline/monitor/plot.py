@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from springline.center.plan import Plan
 from springline.files import replace as replace_file
-from springline.launch.state import LaunchState
+from springline.launch_state import LaunchState
 from springline.monitor.curves import (
     Timeline,
     is_logarithmic,

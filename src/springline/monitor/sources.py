@@ -12,7 +12,7 @@ from springline.center.directory import LAYOUT_NAME, read_layout
 from springline.center.plan import BASE, Plan
 from springline.center.shared import CHECKPOINT_NAME
 from springline.launch.directory import is_held
-from springline.launch.state import CenterStatus
+from springline.launch_state import CenterStatus
 from springline.monitor.metrics import (
     Evaluation,
     Line,

@@ -16,8 +16,8 @@ from springline.center import CenterError
 from springline.center.shared import CHECKPOINT_NAME
 from springline.files import open_regular
 from springline.launch.directory import is_held
-from springline.launch.state import NAME as LAUNCH_NAME
-from springline.launch.state import LaunchState, WorkerEntry, WorkerState
+from springline.launch_state import NAME as LAUNCH_NAME
+from springline.launch_state import LaunchState, WorkerEntry, WorkerState
 from springline.monitor.metrics import FOLDER, Evaluation
 from springline.monitor.sources import CenterReader, CenterState, RankReader
 from springline.typed import Count, convert

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from springline.center.center import Local
-from springline.center.errors import CenterError
+from springline.errors import CenterError
 from springline.torch.binding import Binding
 from springline.worker import Worker
 

@@ -31,10 +31,10 @@ from springline.center.collective.member import CollectiveMember
 from springline.center.collective.replica import Replica, Row
 from springline.center.collective.save import Keeper
 from springline.center.collective.start import agree, check_goes_on, check_rule
-from springline.center.errors import CenterError, RankError
 from springline.center.layout import Bytes, Layout
 from springline.center.plan import Plan
 from springline.checks import is_number
+from springline.errors import CenterError, RankError
 from springline.rules.rule import Rule
 
 SAVE_EVERY = 30.0

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, default_pg_timeout
 
-from springline.center.errors import CenterError, RoundTimeoutError
 from springline.center.waiting import WARN_EVERY, wait_until
+from springline.errors import CenterError, RoundTimeoutError
 
 REPORT_AFTER = 1.0  # seconds that a rank waits before it writes to the store
 _SLICE = 1.0  # seconds: torch's wait hears no signal

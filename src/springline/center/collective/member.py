@@ -27,9 +27,9 @@ from springline.center.blocks import (
 )
 from springline.center.center import Local, Member, check_finite
 from springline.center.collective.replica import Row
-from springline.center.errors import AFTER_NAN, CenterError, NonFiniteError
 from springline.center.layout import Bytes
 from springline.center.plan import arrays_of
+from springline.errors import AFTER_NAN, CenterError, NonFiniteError
 from springline.rules.outer import Exchange
 from springline.rules.rule import Rule, size
 

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from springline.center import checkpoint
-from springline.center.errors import CenterError, CheckpointError
 from springline.center.layout import Bytes
 from springline.center.locks import RecordLocks
 from springline.center.plan import Plan
 from springline.center.shared import CHECKPOINT_NAME
+from springline.errors import CenterError, CheckpointError
 from springline.files import write_text
 
 Snapshot = Callable[[], tuple[Bytes, Bytes, int, list[int]]]  # center, state, version, steps

@@ -8,8 +8,8 @@ from typing import Any
 
 from springline.center.center import check_settings
 from springline.center.collective.group import Group
-from springline.center.errors import CenterError, LayoutError, SettingsError
 from springline.center.layout import Layout
+from springline.errors import CenterError, LayoutError, SettingsError
 from springline.rules.rule import Rule
 
 

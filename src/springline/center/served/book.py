@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from springline.center.errors import taken_over
 from springline.center.layout import Bytes
 from springline.center.served.messages import Reply, Row, Sender
+from springline.errors import taken_over
 
 _KEPT = 4, 1 << 28  # replies that are kept: so many, or more in so many bytes
 

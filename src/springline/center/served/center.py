@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from springline.center import checkpoint
 from springline.center.center import Center, Progress, check_finite
-from springline.center.errors import CenterError, CheckpointError
 from springline.center.layout import Bytes
 from springline.center.plan import Plan, nbytes_of
 from springline.center.served.book import Book
@@ -23,6 +22,7 @@ from springline.center.served.member import ServedMember
 from springline.center.served.messages import Row, cut, latest, span
 from springline.center.served.peer import Call, Peer
 from springline.center.served.storage import Storage
+from springline.errors import CenterError, CheckpointError
 from springline.rules.rule import Rule
 from springline.sealed import reading
 

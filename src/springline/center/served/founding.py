@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from springline.center.errors import CenterError
 from springline.center.served.storage import Storage
+from springline.errors import CenterError
 
 NAME = "head"
 

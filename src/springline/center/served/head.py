@@ -14,18 +14,18 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from springline.center.errors import (
+from springline.center.plan import Plan
+from springline.center.served.founding import Founding
+from springline.center.served.messages import ClosedRound, Row
+from springline.center.served.seats import Seat, Seats
+from springline.center.token import issue, sign
+from springline.errors import (
     CenterError,
     EndedError,
     forgotten,
     rank_in_use,
     taken_over,
 )
-from springline.center.plan import Plan
-from springline.center.served.founding import Founding
-from springline.center.served.messages import ClosedRound, Row
-from springline.center.served.seats import Seat, Seats
-from springline.center.token import issue, sign
 
 BEAT = 0.5  # seconds between two signs of life of a member
 GRACE = 10.0  # seconds without one after which a member counts as dead

@@ -16,7 +16,11 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from springline.center.center import check_rank, check_settings
-from springline.center.errors import (
+from springline.center.layout import Run
+from springline.center.plan import Plan, nbytes_of
+from springline.center.served.messages import ClosedRound, Message, Row, Sender, span
+from springline.center.token import is_issued, is_same, sign
+from springline.errors import (
     AFTER_NAN,
     CenterError,
     LayoutError,
@@ -24,10 +28,6 @@ from springline.center.errors import (
     RankError,
     TokenError,
 )
-from springline.center.layout import Run
-from springline.center.plan import Plan, nbytes_of
-from springline.center.served.messages import ClosedRound, Message, Row, Sender, span
-from springline.center.token import is_issued, is_same, sign
 from springline.rules.rule import Rule, is_finite
 
 _LONGEST = 60.0  # seconds that a call may ask a head to wait

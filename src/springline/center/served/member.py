@@ -15,13 +15,6 @@ import numpy as np
 
 from springline.center.blocks import ERRORS
 from springline.center.center import Local, Member, check_finite
-from springline.center.errors import (
-    CenterError,
-    EndedError,
-    NonFiniteError,
-    RankError,
-    TakenOverError,
-)
 from springline.center.layout import Bytes
 from springline.center.served.head import BEAT
 from springline.center.served.messages import Message, Reply, Row, Sender, span
@@ -30,6 +23,13 @@ from springline.center.served.peer import Call, PeerLostError
 from springline.center.served.rounds import Rounds
 from springline.center.served.seats import NotAMemberError
 from springline.center.waiting import wait_until
+from springline.errors import (
+    CenterError,
+    EndedError,
+    NonFiniteError,
+    RankError,
+    TakenOverError,
+)
 from springline.rules.rule import Rule
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ from springline.center.blocks import (
     take,
 )
 from springline.center.center import Local
-from springline.center.errors import NonFiniteError
 from springline.center.layout import Bytes, Run
 from springline.center.plan import Plan
 from springline.center.served.messages import Reply, span
+from springline.errors import NonFiniteError
 from springline.rules.rule import Rule
 
 

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from springline.center.errors import CenterError
 from springline.center.waiting import WARN_EVERY
+from springline.errors import CenterError
 
 _PAUSE = 0.2  # seconds before a peer that was lost is asked again
 _LOOK = 1.0  # seconds between two looks at the clock while a call is under way

@@ -12,10 +12,10 @@ import contextlib
 import time
 from typing import TYPE_CHECKING
 
-from springline.center.errors import CenterError, NonFiniteError
 from springline.center.served.head import BEAT
 from springline.center.served.messages import ClosedRound, Message, Reply
 from springline.center.served.parts import Parts
+from springline.errors import CenterError, NonFiniteError
 
 _RESENT = 10.0  # seconds that others have to send again what a restarted shard has lost
 

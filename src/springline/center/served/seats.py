@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from springline.center.errors import CenterError
 from springline.center.token import issue
+from springline.errors import CenterError
 
 _KNOWN = 10  # rounds whose contributors are remembered
 

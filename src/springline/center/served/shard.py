@@ -21,7 +21,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from springline.center.errors import CenterError, forgotten
 from springline.center.layout import Bytes, aligned_zeros
 from springline.center.plan import Plan, arrays_of, nbytes_of
 from springline.center.served.book import Book, Replies, Slots, kept
@@ -38,6 +37,7 @@ from springline.center.served.messages import (
 )
 from springline.center.served.steps import Steps
 from springline.center.served.storage import Saved
+from springline.errors import CenterError, forgotten
 from springline.rules.outer import Exchange
 from springline.rules.rule import Rule
 

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from springline.center.checkpoint import write_file
-from springline.center.errors import CheckpointError
+from springline.errors import CheckpointError
 from springline.files import open_regular
 from springline.sealed import TensorFile, read_metadata, reading, write_tensors
 

@@ -1,0 +1,59 @@
+"""A step that was ready and not in place is finished by whoever takes the lock next."""
+
+import numpy as np
+import pytest
+
+from own_rules import EveryFourth, MeanOfPseudoGradients, Pushes, Rolling
+from springline import SharedCenter, Worker
+from springline.center import SettingsError
+from springline.center.journal import Journal
+from springline.rules import SGD, Momentum
+from springline.rules.outer import Replace
+
+VALUES = {"v": np.zeros(1000, np.float32), "w": np.zeros(5)}  # two shards of a block each
+
+
+@pytest.mark.parametrize(
+    "rule", [Pushes(period=1, outer=EveryFourth()), MeanOfPseudoGradients(period=1, outer=Rolling())]
+)
+def test_what_a_killed_process_left_half_copied_is_finished(directory, rule, monkeypatch):
+    worker = Worker(VALUES, rule, directory)
+
+    def push():
+        for x in worker.parameters.values():
+            x -= 1
+        worker.exchange()
+
+    push()
+    finish = Journal.finish
+
+    def cut_short(journal, shard):
+        """Mark it ready, and die: each shard has a step that is not in place."""
+        if not journal._heads[shard][0]:
+            finish(journal, shard)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "finish", cut_short)
+        push()
+        c = worker.center.layout.views(worker.center.memory.center)
+        assert (c["w"] == rule.outer.after(1)).all()
+    with SharedCenter.open(directory) as other:
+        assert (other.values()["w"] == rule.outer.after(2)).all()
+        found = other.memory.state_of(other.plan)
+    worker.center.close()
+    assert all((np.unique(arrays[k]).size == 1) for arrays in found.values() for k in arrays)
+
+
+def test_only_steps_that_need_it_have_a_journal(directory):
+    for rule, journaled in (
+        (Pushes(outer=SGD(0.1)), False),
+        (Pushes(outer=Momentum(0.1)), True),
+        (MeanOfPseudoGradients(outer=Replace()), False),
+        (MeanOfPseudoGradients(outer=SGD(0.1)), True),
+    ):
+        assert Worker(VALUES, rule).center.plan.journaled == journaled
+
+
+def test_steps_of_a_round_that_depend_on_the_center_need_locks():
+    with pytest.raises(SettingsError, match="'sgd' must take its steps one at a time"):
+        Worker(VALUES, MeanOfPseudoGradients(outer=SGD(0.1)), use_locking=False)
