@@ -14,7 +14,8 @@ VALUES = {"v": np.zeros(1000, np.float32), "w": np.zeros(5)}  # two shards of a 
 
 
 @pytest.mark.parametrize(
-    "rule", [Pushes(period=1, outer=EveryFourth()), MeanOfPseudoGradients(period=1, outer=Rolling())]
+    "rule",
+    [Pushes(period=1, outer=EveryFourth()), MeanOfPseudoGradients(period=1, outer=Rolling())],
 )
 def test_what_a_killed_process_left_half_copied_is_finished(directory, rule, monkeypatch):
     worker = Worker(VALUES, rule, directory)

@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 
+from own_rules import EveryFourth, MeanOfPseudoGradients, Pushes, Rolling
 from served import Lost, message, worker
 from springline import AGN, ElasticAverage, ModelAverage
 from springline.center import CenterError, NonFiniteError
@@ -65,6 +66,62 @@ def test_sums_of_integers_stay_exact(serve, together):
     assert workers[0].center.version == WORKERS * EXCHANGES
     for disturb in troubles:
         assert min(disturb.seen.values()) > 3, "the network was too good to show anything"
+
+
+OWN = {
+    "pushes": Pushes(workers=WORKERS, period=1, outer=EveryFourth()),
+    "rounds": MeanOfPseudoGradients(workers=WORKERS, period=1, outer=Rolling()),
+}
+
+
+def push(one, times):
+    for _ in range(times):
+        for x in one.parameters.values():
+            x -= 1
+        one.step()
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_outer_optimizers_with_state_take_each_step_once(serve, together, name):
+    service = serve(OWN[name], shards=3)
+    for k, peer in enumerate(service.shards):
+        peer.disturb = trouble(k)
+    workers = [worker(service, OWN[name], rank) for rank in range(WORKERS)]
+    together(*[lambda w=w: push(w, EXCHANGES) for w in workers])
+    steps = EXCHANGES if name == "rounds" else WORKERS * EXCHANGES
+    for c in workers[0].center.values().values():
+        np.testing.assert_array_equal(c, OWN[name].outer.after(steps))
+    assert workers[0].center.version == steps
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_restarted_shard_has_center_and_state_of_one_moment(serve, together, tmp_path, name):
+    """Killed between any two calls, again and again: a step more or less is seen at once."""
+    rule = OWN[name]
+    service = serve(rule, shards=3, storage=str(tmp_path / "store"))
+    workers = [worker(service, rule, rank) for rank in range(WORKERS)]
+    rng = random.Random(name)
+
+    def train(one):
+        for _ in range(EXCHANGES):
+            push(one, 1)
+            k, what = rng.randrange(len(service.shards)), rng.random()
+            if one.rank == 0 and what < 0.3:
+                service.shards[k].target.save()
+            elif one.rank == 0 and what < 0.6:
+                service.shards[k].target = service.make[k]()
+
+    together(*[lambda w=w: train(w) for w in workers])
+    most = EXCHANGES if name == "rounds" else WORKERS * EXCHANGES
+    allowed = rule.outer.after(np.arange(most + 1))
+    for c in workers[0].center.values().values():
+        assert np.isin(c, allowed).all()
+        assert c.max() < 0
+    if name == "pushes":  # the count, and what is not in the center yet, fit the center
+        for block in (b for peer in service.shards for b in peer.target._steps._blocks):
+            steps = int(block.now.state["pushes"][0])
+            assert (block.now.c == rule.outer.after(steps)).all()
+            assert (block.now.state["D"] == steps % 4).all()
 
 
 def test_an_elastic_exchange_conserves_whatever_is_repeated(serve, together):
