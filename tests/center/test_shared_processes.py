@@ -11,6 +11,7 @@ import pytest
 
 from springline import AGN, ElasticAverage, ModelAverage, SharedCenter, Worker
 from springline.center import CenterError, Layout, RankError
+from springline.center.locks import RecordLocks
 from springline.center.plan import CONTRIBUTED
 from springline.rules import Adam
 
@@ -255,3 +256,30 @@ def test_the_outer_state_is_one_whoever_applies_it(directory, start):
         np.testing.assert_array_equal(center.values()["v"], alone.parameters["v"])
         assert alone.parameters["v"].tolist() in ends  # whoever came last has it
         np.testing.assert_array_equal(center.memory.state, alone.center.memory.state)
+
+
+def fork_slowly(pipe, directory):
+    """Join, and fork a child that does not run for a while: it has the locks until it does."""
+    worker, parent, close = Worker(SMALL, ELASTIC, directory, 1), os.getpid(), RecordLocks.close
+
+    def slow(locks):
+        if os.getpid() != parent:
+            time.sleep(1.0)
+        close(locks)
+
+    RecordLocks.close = slow
+    if os.fork() == 0:
+        os.read(pipe.fileno(), 1)  # until the parent, and the test, are gone
+        os._exit(0)
+    pipe.send(worker.rank)
+    pipe.recv()
+
+
+def test_a_rank_is_free_though_a_child_that_was_just_forked_has_its_lock(directory, start):
+    process, pipe = start(fork_slowly, directory)
+    assert pipe.recv() == 1
+    process.kill()
+    process.join()
+    with Worker(SMALL, ELASTIC, directory, 1) as worker:
+        assert worker.center.members() == [1]
+    worker.center.close()

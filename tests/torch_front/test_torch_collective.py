@@ -153,7 +153,7 @@ def test_nan_on_one_rank_stays_there(scenes, scene):
 @pytest.mark.parametrize(
     ("scene", "words"),
     [
-        ("agn", "SettingsError: The rule 'agn' is asynchronous"),
+        ("agn", "SettingsError: The rule 'agn' accumulates gradients"),
         ("layout", "LayoutError: The model of rank 1 differs .* 'weight' has shape \\(2, 4\\)"),
         ("settings", "SettingsError: Rank 1 comes with moving_rate=0.3.* with moving_rate=0.2"),
         ("rule", "SettingsError: Rank 1 comes with rule='average', rank 0 with rule='elastic'"),

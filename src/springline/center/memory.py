@@ -32,10 +32,12 @@ from springline.center.plan import (
     Memory,
     Plan,
 )
-from springline.center.waiting import describe_rank
+from springline.center.waiting import describe_rank, is_alive
 from springline.errors import CenterError, rank_in_use
 from springline.rules.rule import Rule
 from springline.signals import deferred
+
+_FORKED = 5.0  # seconds that a forked child may take to run
 
 
 class MemoryCenter(Center):
@@ -142,7 +144,7 @@ class MemoryCenter(Center):
         self.check_join(rank, rule, timeout)
         self.timeout = timeout if self.timeout is None else self.timeout
         with deferred():
-            if not self.locks.take(RANK + rank):
+            if not self._take_rank(RANK + rank):
                 raise rank_in_use(rank, self.members())
             try:
                 member = MemoryMember(self, int(rank), rule, timeout)
@@ -151,6 +153,20 @@ class MemoryCenter(Center):
                 raise
             self._members.append(member)
             return member
+
+    def _take_rank(self, number: int) -> bool:
+        """Take a rank's lock.
+
+        A process that was killed while it forked has left it to its child, which closes it as the
+        first thing that it does.
+        """
+        deadline = time.monotonic() + _FORKED
+        while not self.locks.take(number):
+            holder = self.locks.holder(number)
+            if is_alive(holder) or time.monotonic() > deadline:
+                return False
+            time.sleep(0.005)
+        return True
 
     def save(self, path: str | Path) -> None:
         """Write a checkpoint; two processes that save at once take turns."""
