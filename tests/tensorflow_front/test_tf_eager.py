@@ -326,3 +326,12 @@ def test_non_finite_values_do_not_reach_the_center(function):
         trainer.step()
     assert trainer.c() == {"v": 0.0}
     assert trainer.global_step.numpy() == 0
+
+
+def test_state_of_the_center_is_locked_whatever_old_code_says():
+    v = tf.Variable([1.0])
+    opt = AGNOptimizer(
+        v1.train.AdamOptimizer(0.1), 1, None, communication_period=1, use_locking=False
+    )
+    opt.minimize(lambda: tf.reduce_sum(v * v), var_list=[v])
+    assert float(v[0]) == pytest.approx(0.9, abs=1e-5)

@@ -108,12 +108,13 @@ class EagerCenter:
     def _join(self, variables: dict[str, Variable]) -> bool:
         values = {name: first_value(v) for name, v in variables.items()}
         optimizer = self._optimizer
+        rule = optimizer._core_rule()
         self._worker = worker = Worker(
             values,
-            optimizer._core_rule(),
+            rule,
             self._run.center_directory,
             self._run.rank,
-            use_locking=optimizer._locking,
+            use_locking=optimizer._locking or not rule.outer.stateless,  # old code may say False
             synchronous=optimizer._synchronous,
             timeout=optimizer._timeout,
         )
