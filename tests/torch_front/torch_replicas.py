@@ -24,6 +24,8 @@ def main(how: str) -> None:
     opt.finish()
     print("trained", flush=True)
     springline.SharedCenter.open(springline.directory() / "center").close()
+    del model  # DDP's threads must end before the group, or torch aborts the process now and then
+    dist.barrier()
     dist.destroy_process_group()
 
 
