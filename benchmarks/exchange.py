@@ -122,7 +122,7 @@ def center_directory() -> Iterator[Path]:
             yield directory
         finally:
             if (directory / "layout.json").exists():
-                shutil.rmtree(memory(directory).parent)
+                shutil.rmtree(memory(directory).parent, ignore_errors=True)  # another may sweep it
 
 
 def memory(directory: Path) -> Path:
