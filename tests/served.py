@@ -52,7 +52,7 @@ class LocalPeer:
         self.ask(method, *arguments)
 
     def _call(self, method, arguments):
-        interceptor = Interceptor(self.target, TOKEN, getattr(self.target, "runs", ()))
+        interceptor = Interceptor(self.target, TOKEN, getattr(self.target, "ranges", ()))
 
         def call():
             return interceptor.admit(self.token, method, arguments)(*arguments)

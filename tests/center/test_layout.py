@@ -39,12 +39,12 @@ def test_shards_and_blocks_tile_the_model_exactly_once(model, whole, elementwise
     with mock.patch.object(layout, "BLOCK", size):
         shards = list(model.shards(whole))
         blocks = [list(model.blocks(shard, whole, elementwise)) for shard in shards]
-    for runs in (shards, [block for shard in blocks for block in shard]):
+    for ranges in (shards, [block for shard in blocks for block in shard]):
         times = np.zeros(model.nbytes, int)
-        for run in runs:
-            times[run.start : run.stop] += 1
-            assert run.start % layout.ALIGNMENT == 0
-            assert run.start < run.stop <= model.nbytes
+        for part in ranges:
+            times[part.start : part.stop] += 1
+            assert part.start % layout.ALIGNMENT == 0
+            assert part.start < part.stop <= model.nbytes
         assert times.max(initial=1) == 1
         for e in model.entries:
             assert (times[e.offset : e.offset + e.nbytes] == 1).all()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from springline.center.layout import BLOCK, Bytes, Layout, Run, aligned, aligned_zeros
+from springline.center.layout import BLOCK, ByteRange, Bytes, Layout, aligned, aligned_zeros
 from springline.center.plan import Plan
 from springline.errors import AFTER_NAN, NonFiniteError
 from springline.rules.buffers import buffer_rule
@@ -27,7 +27,7 @@ _NONE: Array = np.empty(0)
 class Block:
     """The center's side of a block, and the rule for it."""
 
-    run: Run
+    range: ByteRange
     rule: Rule
     outer: Outer
     name: str  # the parameter, where a block belongs to one
@@ -55,17 +55,17 @@ class RefusedError(ArithmeticError):
     """A block has no finite message, or it would overflow the center. It was not applied.
 
     Args:
-        run: the block.
+        range_: the block.
         values: the message, or what there is of the result.
 
     Attributes:
         offset: of the first byte in the center that is not finite, as far as that is known.
     """
 
-    def __init__(self, run: Run, values: Array) -> None:
+    def __init__(self, range_: ByteRange, values: Array) -> None:
         super().__init__("not finite")
         first = int(np.argmin(np.isfinite(values))) if values.size else 0
-        self.offset = run.start + first * values.itemsize
+        self.offset = range_.start + first * values.itemsize
 
 
 def contribute(block: Block, side: Side, n: int) -> Array:
@@ -82,7 +82,7 @@ def contribute(block: Block, side: Side, n: int) -> Array:
     try:
         message = block.rule.contribute(side.x, side.a, side.base, n, side.out)
     except FloatingPointError as error:
-        raise RefusedError(block.run, side.out) from error
+        raise RefusedError(block.range, side.out) from error
     check_message(block, message)
     return message
 
@@ -94,7 +94,7 @@ def check_message(block: Block, message: Array) -> None:
         RefusedError: it is not.
     """
     if math.isnan(size(message)):
-        raise RefusedError(block.run, message)
+        raise RefusedError(block.range, message)
 
 
 def step(
@@ -120,7 +120,7 @@ def step(
         if message is not block.now.c:
             block.outer.step(block.now, message, exchange, into)
     except FloatingPointError as error:
-        raise RefusedError(block.run, into.c) from error
+        raise RefusedError(block.range, into.c) from error
 
 
 def adopted(block: Block, stepped: bool, out: Array) -> Array:
@@ -169,7 +169,7 @@ class Blocks:
         self,
         plan: Plan,
         rule: Rule,
-        shards: Iterable[Run],
+        shards: Iterable[ByteRange],
         center: Bytes,
         state: State,
         scratch: Callable[[int], Bytes] | None = None,
@@ -177,27 +177,29 @@ class Blocks:
         self._plan = plan
         shards = list(shards)
         self._base = shards[0].start if shards else 0
-        runs = [plan.blocks(shard) for shard in shards]
-        self._longest = max((run.nbytes for shard in runs for run in shard), default=0)
+        ranges = [plan.blocks(shard) for shard in shards]
+        self._longest = max((range_.nbytes for shard in ranges for range_ in shard), default=0)
         rules = {"parameter": rule, "buffer": buffer_rule(rule, plan.rounds)}
         outers = {kind: r.outer for kind, r in rules.items()}
         work = aligned_zeros(self._longest)
         if scratch is None:
-            room = aligned_zeros(max((plan.room(r) for s in runs for r in s), default=0))
+            room = aligned_zeros(max((plan.room(r) for s in ranges for r in s), default=0))
             scratch = lambda _: room  # noqa: E731
 
-        def block(k: int, run: Run) -> Block:
-            now = point(plan, run, self.view(run, center), state)
-            name = "" if run.entry is None else plan.layout.entries[run.entry].name
-            kind = run.kind
+        def block(k: int, range_: ByteRange) -> Block:
+            now = point(plan, range_, self.view(range_, center), state)
+            name = "" if range_.entry is None else plan.layout.entries[range_.entry].name
+            kind = range_.kind
             then = like(now, scratch(k))
-            return Block(run, rules[kind], outers[kind], name, now, then, self._room(run, work))
+            return Block(
+                range_, rules[kind], outers[kind], name, now, then, self._room(range_, work)
+            )
 
-        self.shards = [[block(k, run) for run in shard] for k, shard in enumerate(runs)]
+        self.shards = [[block(k, range_) for range_ in shard] for k, shard in enumerate(ranges)]
 
-    def view(self, run: Run, buffer: Bytes) -> Array:
+    def view(self, range_: ByteRange, buffer: Bytes) -> Array:
         """Return a block's elements in a buffer like the center's: flat, or in their own shape."""
-        return self._shaped(run, buffer[run.start - self._base : run.stop - self._base])
+        return self._shaped(range_, buffer[range_.start - self._base : range_.stop - self._base])
 
     def bind(
         self, x: Bytes, a: Bytes | None = None, base: Bytes | None = None, out: Bytes | None = None
@@ -205,40 +207,40 @@ class Blocks:
         """Lay a worker's buffers beside the blocks; messages are made in `out`, or in scratch."""
         scratch = aligned_zeros(self._longest)
 
-        def side(run: Run) -> Side:
+        def side(range_: ByteRange) -> Side:
             return Side(
-                self.view(run, x),
-                self._room(run, scratch) if out is None else self.view(run, out),
-                _NONE if a is None else self.view(run, a),
-                _NONE if base is None else self.view(run, base),
+                self.view(range_, x),
+                self._room(range_, scratch) if out is None else self.view(range_, out),
+                _NONE if a is None else self.view(range_, a),
+                _NONE if base is None else self.view(range_, base),
             )
 
-        return [[side(block.run) for block in shard] for shard in self.shards]
+        return [[side(block.range) for block in shard] for shard in self.shards]
 
-    def _room(self, run: Run, room: Bytes) -> Array:
-        return self._shaped(run, room[: run.nbytes])
+    def _room(self, range_: ByteRange, room: Bytes) -> Array:
+        return self._shaped(range_, room[: range_.nbytes])
 
-    def _shaped(self, run: Run, part: Bytes) -> Array:
-        return shaped(self._plan, run, part)
+    def _shaped(self, range_: ByteRange, part: Bytes) -> Array:
+        return shaped(self._plan, range_, part)
 
 
-def shaped(plan: Plan, run: Run, part: Bytes) -> Array:
+def shaped(plan: Plan, range_: ByteRange, part: Bytes) -> Array:
     """Return a block's bytes as its elements: flat, or in their own shape."""
-    flat = part.view(run.dtype)
-    if run.entry is None or plan.cut:
+    flat = part.view(range_.dtype)
+    if range_.entry is None or plan.cut:
         return flat
-    return flat.reshape(plan.layout.entries[run.entry].shape)
+    return flat.reshape(plan.layout.entries[range_.entry].shape)
 
 
-def point(plan: Plan, run: Run, c: Array, state: State) -> Point:
+def point(plan: Plan, range_: ByteRange, c: Array, state: State) -> Point:
     """Return a block's `c` with its part of the outer optimizer's state."""
-    if run.entry is None:
+    if range_.entry is None:
         return Point(c, {})
-    arrays = state.get(run.entry, {})
+    arrays = state.get(range_.entry, {})
     if plan.cut:
-        entry = plan.layout.entries[run.entry]
-        first = (run.start - entry.offset) // c.itemsize
-        number = (run.start - entry.offset) // BLOCK
+        entry = plan.layout.entries[range_.entry]
+        first = (range_.start - entry.offset) // c.itemsize
+        number = (range_.start - entry.offset) // BLOCK
         arrays = {
             key: array.reshape(-1)[first : first + c.size]
             if array.shape == entry.shape

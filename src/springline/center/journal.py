@@ -25,18 +25,18 @@ class Journal:
     """
 
     def __init__(self, plan: Plan, memory: Memory) -> None:
-        runs = [plan.blocks(shard) for shard in plan.shards]
+        ranges = [plan.blocks(shard) for shard in plan.shards]
         numbers = memory.journal[: plan.journal_head].view(np.int64)
-        heads = _WORDS * len(runs)
+        heads = _WORDS * len(ranges)
         self._heads = numbers[:heads].reshape(-1, _WORDS)
         self._applied, at = [], heads
-        for shard in runs:  # the last round that each block holds
+        for shard in ranges:  # the last round that each block holds
             self._applied.append(numbers[at : at + len(shard)])
             at += len(shard)
         self._rooms: list[Bytes] = []
         begin = plan.journal_head
-        for shard in runs:
-            end = begin + max((plan.room(run) for run in shard), default=0)
+        for shard in ranges:
+            end = begin + max((plan.room(range_) for range_ in shard), default=0)
             self._rooms.append(memory.journal[begin:end])
             begin = end
         state = memory.state_of(plan)
@@ -44,11 +44,11 @@ class Journal:
         def points(k: int) -> list[tuple[Point, Point]]:
             now = [
                 point(plan, r, shaped(plan, r, memory.center[r.start : r.stop]), state)
-                for r in runs[k]
+                for r in ranges[k]
             ]
             return [(p, like(p, self._rooms[k])) for p in now]
 
-        self._points = [points(k) for k in range(len(runs))]
+        self._points = [points(k) for k in range(len(ranges))]
 
     def room(self, shard: int) -> Bytes:
         """Return where the blocks of a shard are stepped."""

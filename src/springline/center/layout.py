@@ -67,8 +67,8 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run of bytes of one dtype: a shard, or a block of one."""
+class ByteRange:
+    """Contiguous bytes of one dtype: a shard, or a block of one."""
 
     start: int
     stop: int
@@ -91,7 +91,7 @@ class Layout:
     """All tensors of a model, in the model's own order.
 
     In the buffer they stand grouped, parameters before buffers and float64 before float32, each
-    aligned to 64 bytes, so that a group is one run of elements.
+    aligned to 64 bytes, so that a group is contiguous.
     """
 
     entries: tuple[Entry, ...]
@@ -146,7 +146,7 @@ class Layout:
         for entry in self.entries:
             np.copyto(entry.view(buffer), np.asarray(values[entry.name]), casting="same_kind")
 
-    def shards(self, whole: bool, count: int = SHARDS) -> Iterator[Run]:
+    def shards(self, whole: bool, count: int = SHARDS) -> Iterator[ByteRange]:
         """Cut the buffer into shards, each of one dtype and kind.
 
         Args:
@@ -168,9 +168,9 @@ class Layout:
                 size = -(-(stop - start) // pieces // ALIGNMENT) * ALIGNMENT
                 cuts = list(range(start + size, stop, size))
             for left, right in zip([start, *cuts], [*cuts, stop], strict=True):
-                yield Run(left, right, dtype, kind)
+                yield ByteRange(left, right, dtype, kind)
 
-    def blocks(self, shard: Run, whole: bool, elementwise: bool) -> Iterator[Run]:
+    def blocks(self, shard: ByteRange, whole: bool, elementwise: bool) -> Iterator[ByteRange]:
         """Cut a shard into blocks that stay in cache.
 
         Args:
@@ -180,7 +180,7 @@ class Layout:
         """
         if not (whole and shard.kind == "parameter"):
             for start in range(shard.start, shard.stop, BLOCK):
-                yield Run(start, min(start + BLOCK, shard.stop), shard.dtype, shard.kind)
+                yield ByteRange(start, min(start + BLOCK, shard.stop), shard.dtype, shard.kind)
             return
         for index, e in enumerate(self.entries):
             if shard.start <= e.offset < shard.stop and e.kind == "parameter" and e.nbytes:
@@ -188,7 +188,7 @@ class Layout:
                 step = BLOCK if elementwise else e.nbytes
                 for at in range(e.offset, end, step):
                     stop = min(at + step, end)
-                    yield Run(at, stop, shard.dtype, shard.kind, index)
+                    yield ByteRange(at, stop, shard.dtype, shard.kind, index)
 
     def entry_at(self, offset: int) -> Entry:
         """Return the tensor that holds that byte."""

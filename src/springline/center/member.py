@@ -230,7 +230,7 @@ class MemoryMember(Member):
     def _exchange_block(self, k: int, i: int, side: Side, local: Local, exchange: Exchange) -> None:
         """Contribute, step, adopt; then what was stepped is put in place."""
         block, journal = self.blocks.shards[k][i], self.center.journal
-        entry = block.run.entry
+        entry = block.range.entry
         if journal is None and self._swap(block, side):
             return
         stepped = entry is None or not self.rule.accumulates or bool(local.seen[entry])

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from springline.center.layout import BLOCK, Bytes, Entry, Kind, Layout, Run, aligned
+from springline.center.layout import BLOCK, ByteRange, Bytes, Entry, Kind, Layout, aligned
 from springline.checks import at_least_one, true_or_false
 from springline.errors import SettingsError
 from springline.rules.outer import Outer
@@ -128,20 +128,20 @@ class Plan:
         return int(self.settings["workers"])
 
     @cached_property
-    def shards(self) -> tuple[Run, ...]:
+    def shards(self) -> tuple[ByteRange, ...]:
         """The layout's shards."""
         return tuple(self.layout.shards(self.by_entry))
 
-    def blocks(self, shard: Run) -> list[Run]:
+    def blocks(self, shard: ByteRange) -> list[ByteRange]:
         """Cut a shard into blocks."""
         return list(self.layout.blocks(shard, self.by_entry, self.cut))
 
-    def room(self, run: Run) -> int:
+    def room(self, range_: ByteRange) -> int:
         """Return the bytes that a block and its part of the state take in scratch."""
-        parts = [run.nbytes]
-        for s in self._state_of_entry.get(run.entry, ()):
+        parts = [range_.nbytes]
+        for s in self._state_of_entry.get(range_.entry, ()):
             like_it = s.shape == self.layout.entries[s.parameter].shape
-            parts.append(run.nbytes if self.cut and like_it else s.nbytes)
+            parts.append(range_.nbytes if self.cut and like_it else s.nbytes)
         return sum(map(aligned, parts))
 
     @cached_property

@@ -47,7 +47,7 @@ class ShardActor:
 
     def __init__(self, token: str, *given: Any) -> None:
         self._shard = Shard(*given)
-        self._interceptor = Interceptor(self._shard, token, self._shard.runs)
+        self._interceptor = Interceptor(self._shard, token, self._shard.ranges)
 
     def call(self, token: str, method: str, *arguments: Any) -> Any:
         """Call the shard."""

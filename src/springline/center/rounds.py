@@ -140,7 +140,7 @@ class Rounds:
         for blocks, mine in zip(self._blocks, sides, strict=True):
             for block, side in zip(blocks, mine, strict=True):
                 message = self._member.message(block, side, local)
-                np.copyto(self._member.blocks.view(block.run, slot), message)
+                np.copyto(self._member.blocks.view(block.range, slot), message)
 
     def _settle(self, this: int, contributed: bool) -> None:
         with self._locks.hold(ROUND, self._member.timeout):
@@ -235,7 +235,7 @@ class Rounds:
         for i, block in enumerate(self._blocks[k]):
             if not (journal and journal.holds(k, i, this)):
                 try:
-                    step(block, [view(block.run, slot) for slot in slots], exchange)
+                    step(block, [view(block.range, slot) for slot in slots], exchange)
                 except RefusedError as error:
                     self._memory.refused[k] = this, error.offset
                 else:

@@ -40,7 +40,7 @@ class Replica:
 
     def __init__(self, plan: Plan, ranks: int, device: torch.device) -> None:
         self._layout = plan.layout
-        self._runs = [run for shard in plan.shards for run in plan.blocks(shard)]
+        self._ranges = [range_ for shard in plan.shards for range_ in plan.blocks(shard)]
         self.center = plan.layout.allocate()
         self.state = aligned_zeros(plan.state_nbytes)
         for s in plan.state:
@@ -94,16 +94,16 @@ class Replica:
     def scale(self, factor: float) -> None:
         """Multiply the sum; see `overflown`."""
         with np.errstate(over="ignore"):
-            for run in self._runs:
-                total = run.view(self.messages)
+            for range_ in self._ranges:
+                total = range_.view(self.messages)
                 np.multiply(total, factor, out=total)
 
     def overflown(self) -> str | None:
         """Return the name of a tensor of the sum that is not finite."""
-        for run in self._runs:
-            total = run.view(self.messages)
+        for range_ in self._ranges:
+            total = range_.view(self.messages)
             finite = np.isfinite(total)
             if not finite.all():
                 first = int(np.argmin(finite)) * total.itemsize
-                return self._layout.entry_at(run.start + first).name
+                return self._layout.entry_at(range_.start + first).name
         return None

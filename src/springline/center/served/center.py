@@ -136,8 +136,8 @@ class ServedCenter(Center):
         self.check_process()
         method = "read" if state is None else "read_all"
         calls = [Call(peer, method) for peer in self.shards]
-        for runs, call in zip(self.parts, calls, strict=True):
-            start, stop = span(runs)
+        for ranges, call in zip(self.parts, calls, strict=True):
+            start, stop = span(ranges)
             if state is None:
                 center[start:stop] = call.result().data
             else:
@@ -160,8 +160,8 @@ def first_parts(
         version = saved.version
         steps = saved.steps if len(saved.steps) == plan.workers else steps
     parts = []
-    for runs in cut(plan, count):
-        start, stop = span(runs)
+    for ranges in cut(plan, count):
+        start, stop = span(ranges)
         own = np.zeros(nbytes_of(plan.state_within(start, stop)), np.uint8)
         _copy_state(plan, start, stop, own, state, into_whole=False)
         parts.append((center[start:stop], own))
@@ -196,12 +196,12 @@ def _gather(storage: Storage, description: dict[str, Any]) -> StoredCenter:
     plan, place = Plan.from_json(description["plan"]), storage.place
     center = plan.layout.allocate()
     known: list[tuple[dict[int, Row], int]] = []
-    for k, runs in enumerate(cut(plan, description["asked"])):
+    for k, ranges in enumerate(cut(plan, description["asked"])):
         saved = storage.read(f"shard-{k}")
         if saved is None:
             raise CheckpointError(f"There is no whole checkpoint of shard {k} in {place}.")
         header, tensors = saved
-        start, stop = span(runs)
+        start, stop = span(ranges)
         center[start:stop] = tensors["center"]
         known.append((Book.from_json(header["rows"]).rows(), header["round"]))
     rows, closed = latest(known)

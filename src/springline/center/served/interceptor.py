@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from springline.center.center import check_rank, check_settings
-from springline.center.layout import Run
+from springline.center.layout import ByteRange
 from springline.center.plan import Plan, nbytes_of
 from springline.center.served.messages import ClosedRound, Message, Row, Sender, span
 from springline.center.token import is_issued, is_same, sign
@@ -53,14 +53,14 @@ class Interceptor:
     Args:
         target: the head or the shard.
         token: the center's.
-        runs: what a shard holds of the layout.
+        ranges: what a shard holds of the layout.
     """
 
-    def __init__(self, target: Target, token: str, runs: Sequence[Run] = ()) -> None:
+    def __init__(self, target: Target, token: str, ranges: Sequence[ByteRange] = ()) -> None:
         self._target = target
         self._key = token
-        self._runs = runs
-        self._span = span(list(runs)) if runs else (0, 0)
+        self._ranges = ranges
+        self._span = span(list(ranges)) if ranges else (0, 0)
 
     def admit(self, token: object, method: str, arguments: Sequence[Any]) -> Callable[..., Any]:
         """Return the method that is called, if it may be.
@@ -206,9 +206,11 @@ class Interceptor:
     def _values(self, data: Any, what: str) -> None:
         """Refuse values that are not finite."""
         start, _ = self._span
-        for run in self._runs:
+        for range_ in self._ranges:
             with np.errstate(all="ignore"):
-                finite = is_finite(data[run.start - start : run.stop - start].view(run.dtype))
+                finite = is_finite(
+                    data[range_.start - start : range_.stop - start].view(range_.dtype)
+                )
             if not finite:
                 raise NonFiniteError(f"{what} has NaN or Inf, so it was not taken. {AFTER_NAN}")
 

@@ -120,7 +120,7 @@ class ServedMember(Member):
             if answer[0] != "send":
                 return None if answer[0] == "done" else answer[1]
             lease = answer[1]
-            parts = [x[slice(*span(runs))] for runs in self.center.parts]
+            parts = [x[slice(*span(ranges))] for ranges in self.center.parts]
             calls = [self.ask(k, "seal", lease, part) for k, part in enumerate(parts)]
             results = [call.result() for call in calls]
             lease = lease if all(results) else 0  # else a later lease has fenced us off

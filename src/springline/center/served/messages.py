@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from springline.center.layout import Bytes, Run
+from springline.center.layout import ByteRange, Bytes
 from springline.center.plan import Plan
 
 _FINER = 4  # how many of the layout's shards one of ours holds, about
@@ -78,13 +78,13 @@ class Message:
     seen: NDArray[np.bool_]
     rates: NDArray[np.float64]
 
-    def brings(self, run: Run) -> bool:
+    def brings(self, range_: ByteRange) -> bool:
         """Whether a block had a gradient, where that matters."""
-        return run.entry is None or bool(self.seen[run.entry])
+        return range_.entry is None or bool(self.seen[range_.entry])
 
-    def rate(self, run: Run, default: float) -> float:
+    def rate(self, range_: ByteRange, default: float) -> float:
         """Return the learning rate of a block; the default if it is of several parameters."""
-        return default if run.entry is None else float(self.rates[run.entry])
+        return default if range_.entry is None else float(self.rates[range_.entry])
 
 
 @dataclass(frozen=True)
@@ -144,14 +144,14 @@ def latest(found: Sequence[tuple[dict[int, Row], int]]) -> tuple[dict[int, Row],
     return rows, max((closed for _, closed in found), default=0)
 
 
-def cut(plan: Plan, count: int) -> list[list[Run]]:
-    """Cut a center into at most so many parts of about the same size: runs of the layout's shards.
+def cut(plan: Plan, count: int) -> list[list[ByteRange]]:
+    """Cut a center into at most `count` parts of about the same size: shards of the layout.
 
     Fewer, if the model is too small, or if parameters must stay whole.
     """
     shards = list(plan.layout.shards(plan.by_entry, _FINER * count))
     total = sum(shard.stop - shard.start for shard in shards)
-    parts: list[list[Run]] = [[] for _ in range(count)]
+    parts: list[list[ByteRange]] = [[] for _ in range(count)]
     before = 0
     for shard in shards:
         middle = before + (shard.stop - shard.start) / 2
@@ -160,6 +160,6 @@ def cut(plan: Plan, count: int) -> list[list[Run]]:
     return [part for part in parts if part]
 
 
-def span(part: list[Run]) -> tuple[int, int]:
+def span(part: list[ByteRange]) -> tuple[int, int]:
     """Return the bytes of the center that a part holds: from, to."""
     return part[0].start, part[-1].stop

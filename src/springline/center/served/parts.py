@@ -17,7 +17,7 @@ from springline.center.blocks import (
     take,
 )
 from springline.center.center import Local
-from springline.center.layout import Bytes, Run
+from springline.center.layout import ByteRange, Bytes
 from springline.center.plan import Plan
 from springline.center.served.messages import Reply, span
 from springline.errors import NonFiniteError
@@ -36,20 +36,20 @@ class Parts:
     """
 
     def __init__(
-        self, plan: Plan, shards: Sequence[list[Run]], rule: Rule, rank: int, local: Local
+        self, plan: Plan, shards: Sequence[list[ByteRange]], rule: Rule, rank: int, local: Local
     ) -> None:
         self.local = local
         self._layout = plan.layout
         self._rule = rule
         self._rank = rank
-        self._places = [slice(*span(runs)) for runs in shards]
+        self._places = [slice(*span(ranges)) for ranges in shards]
         self._outgoing = plan.layout.allocate()
         self._blocks: list[Blocks] = []
         self._sides: list[list[tuple[Block, Side]]] = []
-        for runs, here in zip(shards, self._places, strict=True):
+        for ranges, here in zip(shards, self._places, strict=True):
             a, base = (None if b is None else b[here] for b in (local.a, local.base))
             # `x` stands in for the center, which is not here.
-            blocks = Blocks(plan, rule, runs, local.x[here], {})
+            blocks = Blocks(plan, rule, ranges, local.x[here], {})
             bound = blocks.bind(local.x[here], a, base, self._outgoing[here])
             pairs = zip(blocks.shards, bound, strict=True)
             self._blocks.append(blocks)
@@ -78,8 +78,10 @@ class Parts:
         """
         refused = None
         for block, side in self._sides[shard]:
-            c = self._blocks[shard].view(block.run, reply.data)
-            bad = next((at for at in reply.refused if block.run.start <= at < block.run.stop), None)
+            c = self._blocks[shard].view(block.range, reply.data)
+            bad = next(
+                (at for at in reply.refused if block.range.start <= at < block.range.stop), None
+            )
             if bad is not None:
                 refused = non_finite(self._layout, bad, self._rank)
             elif reply.forgotten and block.rule.adopts_seen:
@@ -90,7 +92,7 @@ class Parts:
 
     def _message(self, block: Block, side: Side) -> Array:
         """Return a block's message; of one without a gradient, what nobody looks at."""
-        entry = block.run.entry
+        entry = block.range.entry
         if entry is not None and self._rule.accumulates and not self.local.seen[entry]:
             return side.out
         try:

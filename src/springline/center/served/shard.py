@@ -55,7 +55,7 @@ class Shard:
 
     Attributes:
         plan: of the whole center.
-        runs: what this part holds of the layout.
+        ranges: what this part holds of the layout.
     """
 
     calls: ClassVar[tuple[str, ...]] = (
@@ -75,12 +75,12 @@ class Shard:
         self.plan = Plan.from_json(plan)
         self._rule = rule
         self.name = f"shard-{number}"
-        self.runs = runs = cut(self.plan, count)[number]
-        self._start, self._stop = span(runs)
+        self.ranges = ranges = cut(self.plan, count)[number]
+        self._start, self._stop = span(ranges)
         self._center = aligned_zeros(self._stop - self._start)
         entries = self.plan.state_within(self._start, self._stop)
         self._state = aligned_zeros(nbytes_of(entries))
-        self._steps = Steps(self.plan, rule, runs, self._center, arrays_of(entries, self._state))
+        self._steps = Steps(self.plan, rule, ranges, self._center, arrays_of(entries, self._state))
         self._ready = False
         self.life = uuid.uuid4().hex
         self._as_of = self._back_to = time.time()  # the last exchange; the last before this life

@@ -17,7 +17,7 @@ from springline.center.blocks import (
     commit,
     step,
 )
-from springline.center.layout import Bytes, Run, aligned_zeros
+from springline.center.layout import ByteRange, Bytes, aligned_zeros
 from springline.center.plan import Plan
 from springline.center.served.messages import Message, Reply
 from springline.rules.outer import Exchange
@@ -30,17 +30,17 @@ class Steps:
     Args:
         plan: of the whole center.
         rule: the workers'.
-        runs: the shards of the layout that this part holds.
+        ranges: the shards of the layout that this part holds.
         center: its bytes.
         state: the outer optimizer's arrays.
     """
 
     def __init__(
-        self, plan: Plan, rule: Rule, runs: Sequence[Run], center: Bytes, state: State
+        self, plan: Plan, rule: Rule, ranges: Sequence[ByteRange], center: Bytes, state: State
     ) -> None:
         self._rule = rule
         self._nbytes = len(center)
-        self._parts = Blocks(plan, rule, runs, center, state)
+        self._parts = Blocks(plan, rule, ranges, center, state)
         self._blocks = [block for shard in self._parts.shards for block in shard]
 
     def exchange(self, message: Message, exchange: Exchange) -> Reply:
@@ -48,13 +48,13 @@ class Steps:
         reply, refused = aligned_zeros(self._nbytes), []
         with np.errstate(**ERRORS):
             for block in self._blocks:
-                out = self._parts.view(block.run, reply)
-                stepped = message.brings(block.run) or not self._rule.accumulates
+                out = self._parts.view(block.range, reply)
+                stepped = message.brings(block.range) or not self._rule.accumulates
                 try:
                     if stepped:
-                        np.copyto(out, self._parts.view(block.run, message.data))
+                        np.copyto(out, self._parts.view(block.range, message.data))
                         check_message(block, out)
-                        rate = message.rate(block.run, exchange.rate)
+                        rate = message.rate(block.range, exchange.rate)
                         step(block, (out,), replace(exchange, rate=rate))
                 except RefusedError as error:
                     refused.append(error.offset)
@@ -71,7 +71,7 @@ class Steps:
         with np.errstate(**ERRORS):
             for block in self._blocks:
                 try:
-                    step(block, [self._parts.view(block.run, m) for m in messages], exchange)
+                    step(block, [self._parts.view(block.range, m) for m in messages], exchange)
                 except RefusedError as error:
                     refused.append(error.offset)
                 else:
@@ -82,6 +82,6 @@ class Steps:
         """Return a copy of what workers are given for the center."""
         data = aligned_zeros(self._nbytes)
         for block in self._blocks:
-            out = self._parts.view(block.run, data)
+            out = self._parts.view(block.range, data)
             np.copyto(out, block.outer.publish(block.now, out))
         return data
