@@ -110,7 +110,7 @@ class Cluster:
 
     def _saved_steps(self) -> list[int]:
         """Return what the first shard has written down: all shards know all ranks."""
-        from springline.center.served.storage import Storage
+        from springline.center.remote.storage import Storage
 
         saved = Storage(self.storage).read("shard-0") if self.storage else None
         rows = saved[0]["rows"] if saved else {}

@@ -1,15 +1,15 @@
-"""Fixtures of the suites of served centers."""
+"""Fixtures of the suites of remote centers."""
 
 import pytest
 
-from served import Service
+from remote import Service
 from springline.center import Layout
 
 
 @pytest.fixture
 def serve(request, monkeypatch):
     """`serve(rule, values, buffers)` makes a center in this process; by default of `VALUES`."""
-    monkeypatch.setattr("springline.center.served.peer._PAUSE", 0.001)
+    monkeypatch.setattr("springline.center.remote.peer._PAUSE", 0.001)
     services = []
 
     def serve(rule=None, values=None, buffers=None, **options):

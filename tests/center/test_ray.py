@@ -27,8 +27,8 @@ from springline.center import (
 )
 from springline.center.ray import RayCenter, retire
 from springline.center.ray_peer import RayPeer, door, shard_name
-from springline.center.served.parts import Parts
-from springline.center.served.peer import Call, PeerLostError
+from springline.center.remote.parts import Parts
+from springline.center.remote.peer import Call, PeerLostError
 from springline.errors import EndedError, TokenError
 from springline.rules.reference import Optimizer
 from springline.torch import AGNOptimizer, ElasticAverageOptimizer

@@ -18,7 +18,7 @@ import ray, atexit
 atexit.register(print, "Ray ends", flush=True)
 from springline.center import CenterError
 from springline.center.ray_peer import RayPeer, connect
-from springline.center.served.peer import NotHereError
+from springline.center.remote.peer import NotHereError
 
 @ray.remote(num_cpus=0)
 class Mute:

@@ -6,7 +6,7 @@ import pytest
 
 from springline.center import CenterError
 from springline.center.ray import retire
-from springline.center.served.peer import NotHereError, PeerLostError
+from springline.center.remote.peer import NotHereError, PeerLostError
 from springline.errors import EndedError
 
 
@@ -36,7 +36,7 @@ def retire_with(head):
 def test_a_head_that_is_slow_or_lost_is_asked_again_until_it_has_ended(
     monkeypatch, retire_with, last
 ):
-    monkeypatch.setattr("springline.center.served.peer._PAUSE", 0.0)
+    monkeypatch.setattr("springline.center.remote.peer._PAUSE", 0.0)
     assert retire_with(NotHereError(), PeerLostError(), NotHereError(), last) == 2
 
 

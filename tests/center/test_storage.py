@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from served import Service
+from remote import Service
 from springline import ElasticAverage, Worker
 from springline.center import CheckpointError, Layout
-from springline.center.served.storage import Storage
+from springline.center.remote.storage import Storage
 from springline.launch.export import export
 
 TENSORS = {"center": np.arange(1000, dtype=np.uint8), "state": np.zeros(0, np.uint8)}

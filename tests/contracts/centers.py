@@ -14,14 +14,14 @@ import ray
 
 from own_rules import Ahead, EveryFourth, MeanOfPseudoGradients, Pushes, Stale
 from ray_cluster import end_center
-from served import Service
+from remote import Service
 from springline import AGN, ElasticAverage, LocalCenter, ModelAverage, SharedCenter, Worker
 from springline.center import Layout
 from springline.center.center import check_settings
 from springline.center.plan import CLOSED, CONTRIBUTED, Plan
 from springline.center.ray import RayCenter
-from springline.center.served.center import ServedCenter
-from springline.center.served.peer import Call
+from springline.center.remote.center import RemoteCenter
+from springline.center.remote.peer import Call
 from springline.rules import SGD, Adagrad, Adam, Momentum, Nesterov
 
 PATIENCE = 120.0  # seconds: on a busy machine Ray takes a while to start an actor
@@ -130,8 +130,8 @@ class Local(InMemory):
         return self.made
 
 
-class Served(Place):
-    center = ServedCenter
+class Remote(Place):
+    center = RemoteCenter
     steps_here = False
 
     def __init__(self, path):
@@ -216,7 +216,7 @@ class OnRay(Place):
 KINDS = {
     "local": Local,
     "shared": Shared,
-    "served": Served,
+    "remote": Remote,
     "ray": OnRay,
 }
 if parent_process() is None:  # a process that a test starts does without torch

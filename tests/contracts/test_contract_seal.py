@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from centers import KINDS, RULES, each, model, on, wait_for
 
-from served import Call, Service
+from remote import Call, Service
 from springline import Worker
 from springline.center import Layout
 
@@ -130,7 +130,7 @@ def test_values_that_are_not_finite_are_no_start_of_any_rank(place, together):
     has(workers[1].center.values(), FIRST)
 
 
-@pytest.mark.parametrize("place", ["served"], indirect=True)
+@pytest.mark.parametrize("place", ["remote"], indirect=True)
 def test_a_head_that_was_restarted_has_forgotten_leases_and_who_has_finished(place, tmp_path):
     place.service = None
     rule = RULES["elastic"](workers=2)
@@ -174,7 +174,7 @@ def test_who_was_killed_while_it_sealed_leaves_nothing_behind(place):
     has(two.center.values(), FIRST)
 
 
-@pytest.mark.parametrize("place", ["served"], indirect=True)
+@pytest.mark.parametrize("place", ["remote"], indirect=True)
 def test_who_dies_while_it_sends_its_values_is_followed_by_another(place):
     one, two = place.workers(FIRST, RULES["elastic"](workers=2))
     load(one, LOADED)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from springline.center.served.storage import Storage
+from springline.center.remote.storage import Storage
 
 HERE = Path(__file__).parent
 PATIENCE = 180.0  # seconds for what has no bound of its own

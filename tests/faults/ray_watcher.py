@@ -14,7 +14,7 @@ import numpy as np
 import ray
 
 from springline.center.ray import NAMESPACE, RayCenter
-from springline.center.served.messages import span
+from springline.center.remote.messages import span
 
 
 def actors(center):

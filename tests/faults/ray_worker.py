@@ -24,8 +24,8 @@ import ray
 from springline import AGN, ElasticAverage, ModelAverage, Worker
 from springline.center import Layout, ray_peer
 from springline.center.ray import RayCenter
-from springline.center.served.messages import span
-from springline.center.served.peer import NotHereError
+from springline.center.remote.messages import span
+from springline.center.remote.peer import NotHereError
 from springline.rules import SGD
 from springline.run import Run
 

@@ -15,7 +15,7 @@ import pytest
 from damage import damage, repair
 from rich.console import Console
 
-from served import Service
+from remote import Service
 from springline import AGN, ElasticAverage, LocalCenter, SharedCenter, Worker
 from springline.center import CenterError, Layout, checkpoint
 from springline.center.checkpoint import describe, newest
@@ -59,7 +59,7 @@ def log(run):
 def runs(tmp_path_factory):
     """A run whose center is in memory, a copy that has its checkpoints only, one on a cluster."""
     root = tmp_path_factory.mktemp("runs")
-    live, saved, served = (root / name for name in ("live", "saved", "served"))
+    live, saved, remote = (root / name for name in ("live", "saved", "remote"))
     live.mkdir()
     launch(live)
     log(live)
@@ -72,9 +72,9 @@ def runs(tmp_path_factory):
     worker.finish()
     write_extras(center.directory, {"frozen": np.arange(5)}, {"tied": "w"})
     shutil.copytree(live, saved)
-    (served / "center").mkdir(parents=True)
+    (remote / "center").mkdir(parents=True)
     rule = ElasticAverage(period=2, workers=2)
-    storage = str(root / "storage" / "served-0123abcd")
+    storage = str(root / "storage" / "remote-0123abcd")
     service = Service(Layout.of(VALUES), rule, VALUES, True, None, storage=storage)
     for _ in range(2):
         for peer in service.shards:
@@ -82,9 +82,9 @@ def runs(tmp_path_factory):
     with service.open() as there:
         status = CenterStatus(there.plan, 4, [0], [(20, 2, 0.5), (10, 2, 0.25)])
     service.close()
-    status.write(served / "center")
+    status.write(remote / "center")
     asked = {"address": "127.0.0.1:6379", "storage": str(root / "storage")}
-    launch(served, cluster=asked, center="served-0123abcd")
+    launch(remote, cluster=asked, center="remote-0123abcd")
     yield root
     center.retire()
 
@@ -164,10 +164,10 @@ READERS = {
     "saved/center/extras.safetensors": ("saved",),
     "live/launch.json": ("live", resumed, watched, drawn),
     "live/metrics/rank-0.jsonl": ("live", watched, drawn),
-    "served/launch.json": ("served", resumed, watched),
-    "served/center/status.json": ("served", resumed, watched),
-    "storage/served-0123abcd/head.1.safetensors": ("served",),
-    "storage/served-0123abcd/shard-0.1.safetensors": ("served",),
+    "remote/launch.json": ("remote", resumed, watched),
+    "remote/center/status.json": ("remote", resumed, watched),
+    "storage/remote-0123abcd/head.1.safetensors": ("remote",),
+    "storage/remote-0123abcd/shard-0.1.safetensors": ("remote",),
 }
 
 

@@ -7,11 +7,11 @@ import time
 import numpy as np
 import pytest
 
-from served import Service
+from remote import Service
 from springline import AGN, Worker
 from springline.center import Layout
-from springline.center.served import member, peer
-from springline.center.served.peer import Call, NotHereError, PeerLostError
+from springline.center.remote import member, peer
+from springline.center.remote.peer import Call, NotHereError, PeerLostError
 from springline.rules import SGD
 
 

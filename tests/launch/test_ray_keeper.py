@@ -12,11 +12,11 @@ from clustered import PLAN
 from ray.exceptions import RayError
 from safetensors.numpy import load_file
 
-from served import Service, worker
+from remote import Service, worker
 from springline import AGN, ElasticAverage
 from springline.center import CenterError, Layout
-from springline.center.served.center import ServedCenter
-from springline.center.served.storage import Storage
+from springline.center.remote.center import RemoteCenter
+from springline.center.remote.storage import Storage
 from springline.center.token import read_token
 from springline.errors import TokenError
 from springline.launch import ray_keeper
@@ -114,7 +114,7 @@ def serve(monkeypatch):
         service = Service(Layout.of(values), rule, values, True, None, **options)
         services.append(service)
         monkeypatch.setattr(ray_keeper, "open_center", lambda name, token: service.open())
-        monkeypatch.setattr(ServedCenter, "retire", lambda center: None, raising=False)
+        monkeypatch.setattr(RemoteCenter, "retire", lambda center: None, raising=False)
         service.told = []
         service.head.tell = lambda *words: service.told.append(words)
         return service

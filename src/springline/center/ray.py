@@ -2,7 +2,7 @@
 
 They outlive the processes that made them, and retire by themselves, saved, when nobody has been a
 member for a while. Ray's own retries are off: a call is retried by whoever made it, and a shard
-knows a repeat (`served/shard.py`).
+knows a repeat (`remote/shard.py`).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from springline.center.ray_peer import (
     shard_name,
     shard_peers,
 )
-from springline.center.served.center import ServedCenter, first_parts
-from springline.center.served.head import GRACE
-from springline.center.served.messages import cut
-from springline.center.served.peer import Call
+from springline.center.remote.center import RemoteCenter, first_parts
+from springline.center.remote.head import GRACE
+from springline.center.remote.messages import cut
+from springline.center.remote.peer import Call
 from springline.center.token import new_token
 from springline.errors import CenterError, EndedError, TokenError
 from springline.rules.rule import Rule
@@ -48,7 +48,7 @@ _ENDING = 30.0  # seconds that a head may take to be gone
 _RETIRING = 300.0  # seconds that saving all shards may take
 
 
-class RayCenter(ServedCenter):
+class RayCenter(RemoteCenter):
     """A center on a Ray cluster. Make one with `create_or_join` or `open`.
 
     Attributes:

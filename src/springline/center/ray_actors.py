@@ -23,10 +23,10 @@ from springline.center.ray_peer import (
     shard_peers,
     shards_named,
 )
-from springline.center.served.head import Head, Look
-from springline.center.served.interceptor import Interceptor
-from springline.center.served.messages import Row, latest
-from springline.center.served.shard import Shard
+from springline.center.remote.head import Head, Look
+from springline.center.remote.interceptor import Interceptor
+from springline.center.remote.messages import Row, latest
+from springline.center.remote.shard import Shard
 from springline.errors import CenterError, EndedError, TokenError, forgotten
 from springline.rules.rule import Rule
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from springline.center.served.peer import NotHereError, PeerLostError
+from springline.center.remote.peer import NotHereError, PeerLostError
 from springline.errors import CenterError, EndedError
 
 os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")  # to connect, of 40 seconds each

@@ -22,12 +22,12 @@ from springline.center import CenterError, CheckpointError
 from springline.center.extras import with_extras
 from springline.center.ray import RayCenter, retire
 from springline.center.ray_peer import door
-from springline.center.served.center import read_stored
-from springline.center.served.founding import find_center
-from springline.center.served.head import GRACE
-from springline.center.served.messages import Trouble
-from springline.center.served.peer import PeerLostError
-from springline.center.served.storage import Storage
+from springline.center.remote.center import read_stored
+from springline.center.remote.founding import find_center
+from springline.center.remote.head import GRACE
+from springline.center.remote.messages import Trouble
+from springline.center.remote.peer import PeerLostError
+from springline.center.remote.storage import Storage
 from springline.center.token import NAME as TOKEN
 from springline.errors import TokenError
 from springline.launch.directory import CENTER, LaunchError, RunDirectory

@@ -15,7 +15,7 @@ from springline.center import SharedCenter
 from springline.center.checkpoint import write_file
 from springline.center.extras import write_extras
 from springline.center.layout import Bytes
-from springline.center.served.center import ServedCenter
+from springline.center.remote.center import RemoteCenter
 from springline.disk import can_do_without
 from springline.progress import is_over
 from springline.torch.binding import Binding, to_numpy
@@ -111,7 +111,7 @@ class CenterReader(Wrapper):
         """Let rank 0 write down what belongs to the model's file beside the center."""
         center = self.worker.center
         folder = center.directory if isinstance(center, SharedCenter) else None
-        if isinstance(center, ServedCenter):  # elsewhere: our launcher looks here
+        if isinstance(center, RemoteCenter):  # elsewhere: our launcher looks here
             folder = runs.Run.from_environment().center_directory
         if self._model is not None and folder is not None and self.worker.rank == 0:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The members of a served center, and the round they are in, as its head sees them."""
+"""The members of a remote center, and the round they are in, as its head sees them."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""Rounds at a served center: what is called, and shards that are started again in the middle."""
+"""Rounds at a remote center: what is called, and shards that are started again in the middle."""
 
 import threading
 
 import numpy as np
 import pytest
 
-from served import message, worker
+from remote import message, worker
 from springline import ModelAverage
 from springline.center import CenterError
-from springline.center.served.messages import ClosedRound
-from springline.center.served.peer import PeerLostError
-from springline.center.served.steps import Steps
+from springline.center.remote.messages import ClosedRound
+from springline.center.remote.peer import PeerLostError
+from springline.center.remote.steps import Steps
 from springline.errors import TakenOverError
 
 WORKERS = 3

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from springline.center.served.storage import Saved, Storage
+from springline.center.remote.storage import Saved, Storage
 
 _log = logging.getLogger("springline")
 

@@ -1,4 +1,4 @@
-"""A worker's buffers, laid out as the parts of a served center: what is sent, what is adopted."""
+"""A worker's buffers, laid out as the parts of a remote center: what is sent, what is adopted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from springline.center.blocks import (
 from springline.center.center import Local
 from springline.center.layout import ByteRange, Bytes
 from springline.center.plan import Plan
-from springline.center.served.messages import Reply, span
+from springline.center.remote.messages import Reply, span
 from springline.errors import NonFiniteError
 from springline.rules.rule import Rule
 

@@ -23,9 +23,9 @@ import numpy as np
 
 from springline.center.layout import Bytes, aligned_zeros
 from springline.center.plan import Plan, arrays_of, nbytes_of
-from springline.center.served.book import Book, Replies, Slots, kept
-from springline.center.served.checkpoints import Checkpoints
-from springline.center.served.messages import (
+from springline.center.remote.book import Book, Replies, Slots, kept
+from springline.center.remote.checkpoints import Checkpoints
+from springline.center.remote.messages import (
     ClosedRound,
     Message,
     Reply,
@@ -35,8 +35,8 @@ from springline.center.served.messages import (
     cut,
     span,
 )
-from springline.center.served.steps import Steps
-from springline.center.served.storage import Saved
+from springline.center.remote.steps import Steps
+from springline.center.remote.storage import Saved
 from springline.errors import CenterError, forgotten
 from springline.rules.outer import Exchange
 from springline.rules.rule import Rule

@@ -18,7 +18,7 @@ import numpy as np
 from springline.center.center import check_rank, check_settings
 from springline.center.layout import ByteRange
 from springline.center.plan import Plan, nbytes_of
-from springline.center.served.messages import ClosedRound, Message, Row, Sender, span
+from springline.center.remote.messages import ClosedRound, Message, Row, Sender, span
 from springline.center.token import is_issued, is_same, sign
 from springline.errors import (
     AFTER_NAN,

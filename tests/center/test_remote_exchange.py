@@ -1,4 +1,4 @@
-"""An exchange with a served center under the asynchronous rules: a call to each shard."""
+"""An exchange with a remote center under the asynchronous rules: a call to each shard."""
 
 import threading
 from typing import ClassVar
@@ -6,11 +6,11 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from served import worker
+from remote import worker
 from springline import AGN, ElasticAverage
 from springline.center import CenterError, NonFiniteError
-from springline.center.served.parts import Parts
-from springline.center.served.peer import PeerLostError
+from springline.center.remote.parts import Parts
+from springline.center.remote.peer import PeerLostError
 from springline.rules import SGD
 from springline.rules.outer import Toward
 

@@ -1,4 +1,4 @@
-"""One worker's place at a served center: what it sends, and what it makes of the replies."""
+"""One worker's place at a remote center: what it sends, and what it makes of the replies."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import numpy as np
 from springline.center.blocks import ERRORS
 from springline.center.center import Local, Member, check_finite
 from springline.center.layout import Bytes
-from springline.center.served.head import BEAT
-from springline.center.served.messages import Message, Reply, Row, Sender, span
-from springline.center.served.parts import Parts
-from springline.center.served.peer import Call, PeerLostError
-from springline.center.served.rounds import Rounds
-from springline.center.served.seats import NotAMemberError
+from springline.center.remote.head import BEAT
+from springline.center.remote.messages import Message, Reply, Row, Sender, span
+from springline.center.remote.parts import Parts
+from springline.center.remote.peer import Call, PeerLostError
+from springline.center.remote.rounds import Rounds
+from springline.center.remote.seats import NotAMemberError
 from springline.center.waiting import wait_until
 from springline.errors import (
     CenterError,
@@ -33,7 +33,7 @@ from springline.errors import (
 from springline.rules.rule import Rule
 
 if TYPE_CHECKING:
-    from springline.center.served.center import ServedCenter
+    from springline.center.remote.center import RemoteCenter
 
 _POLL = 5.0  # seconds that the head is asked to wait for others in one call
 _PAUSE = 0.1  # seconds before the head is asked again who gives the first values
@@ -41,11 +41,11 @@ _RESTART = 30.0  # seconds beyond the timeout in which a head or shard may be st
 _log = logging.getLogger("springline")
 
 
-class ServedMember(Member):
-    """One worker's place at a served center."""
+class RemoteMember(Member):
+    """One worker's place at a remote center."""
 
     def __init__(
-        self, center: ServedCenter, rank: int, rule: Rule, timeout: float | None = None
+        self, center: RemoteCenter, rank: int, rule: Rule, timeout: float | None = None
     ) -> None:
         self.rank = rank
         self.rule = rule

@@ -1,4 +1,4 @@
-"""Synchronous rounds at a served center.
+"""Synchronous rounds at a remote center.
 
 A worker sends its message to every shard and then tells the head. The head closes the round over
 those who did, and everybody takes the mean of these from the shards, which make it when they are
@@ -12,21 +12,21 @@ import contextlib
 import time
 from typing import TYPE_CHECKING
 
-from springline.center.served.head import BEAT
-from springline.center.served.messages import ClosedRound, Message, Reply
-from springline.center.served.parts import Parts
+from springline.center.remote.head import BEAT
+from springline.center.remote.messages import ClosedRound, Message, Reply
+from springline.center.remote.parts import Parts
 from springline.errors import CenterError, NonFiniteError
 
 _RESENT = 10.0  # seconds that others have to send again what a restarted shard has lost
 
 if TYPE_CHECKING:
-    from springline.center.served.member import ServedMember
+    from springline.center.remote.member import RemoteMember
 
 
 class Rounds:
     """One member's part in the rounds of its center."""
 
-    def __init__(self, member: ServedMember) -> None:
+    def __init__(self, member: RemoteMember) -> None:
         self._member = member
         self._next = 0  # round that we are in, if we know
 

@@ -1,4 +1,4 @@
-"""The head of a served center: who is a member, how far each rank has come, which round it is.
+"""The head of a remote center: who is a member, how far each rank has come, which round it is.
 
 It holds no parameters. Members say again and again that they are alive; one that has not for
 `GRACE` seconds, or of which whoever started it says that it is gone, is no longer waited for. If
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from springline.center.plan import Plan
-from springline.center.served.founding import Founding
-from springline.center.served.messages import ClosedRound, Row
-from springline.center.served.seats import Seat, Seats
+from springline.center.remote.founding import Founding
+from springline.center.remote.messages import ClosedRound, Row
+from springline.center.remote.seats import Seat, Seats
 from springline.center.token import issue, sign
 from springline.errors import (
     CenterError,

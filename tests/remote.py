@@ -1,4 +1,4 @@
-"""A served center whose head and shards are in this process: the same code, without a network."""
+"""A remote center whose head and shards are in this process: the same code, without a network."""
 
 import asyncio
 import copy
@@ -10,12 +10,12 @@ import numpy as np
 
 from springline import Worker
 from springline.center.plan import Plan
-from springline.center.served.center import ServedCenter, first_parts
-from springline.center.served.head import Head
-from springline.center.served.interceptor import Interceptor
-from springline.center.served.messages import Message, Sender, latest
-from springline.center.served.peer import Call, NotHereError, PeerLostError
-from springline.center.served.shard import Shard
+from springline.center.remote.center import RemoteCenter, first_parts
+from springline.center.remote.head import Head
+from springline.center.remote.interceptor import Interceptor
+from springline.center.remote.messages import Message, Sender, latest
+from springline.center.remote.peer import Call, NotHereError, PeerLostError
+from springline.center.remote.shard import Shard
 
 SHARDS = 3
 TOKEN = "that of every center here"
@@ -150,7 +150,7 @@ class Service:
         return Head(ask_rows, self.storage, token=TOKEN)
 
     def open(self):
-        self.opened.append(ServedCenter(self.description, self.head, self.shards))
+        self.opened.append(RemoteCenter(self.description, self.head, self.shards))
         return self.opened[-1]
 
     def close(self):

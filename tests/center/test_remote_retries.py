@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from own_rules import EveryFourth, MeanOfPseudoGradients, Pushes, Rolling
-from served import Lost, message, worker
+from remote import Lost, message, worker
 from springline import AGN, ElasticAverage, ModelAverage
 from springline.center import CenterError, NonFiniteError
-from springline.center.served import book
-from springline.center.served.peer import PeerLostError
-from springline.center.served.steps import Steps
+from springline.center.remote import book
+from springline.center.remote.peer import PeerLostError
+from springline.center.remote.steps import Steps
 from springline.rules import SGD
 
 WORKERS, EXCHANGES = 3, 30

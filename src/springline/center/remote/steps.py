@@ -1,4 +1,4 @@
-"""The center's side of the four verbs on one part of a served center."""
+"""The center's side of the four verbs on one part of a remote center."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from springline.center.blocks import (
 )
 from springline.center.layout import ByteRange, Bytes, aligned_zeros
 from springline.center.plan import Plan
-from springline.center.served.messages import Message, Reply
+from springline.center.remote.messages import Message, Reply
 from springline.rules.outer import Exchange
 from springline.rules.rule import Rule
 

@@ -6,16 +6,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from served import TOKEN, LocalPeer, worker
+from remote import TOKEN, LocalPeer, worker
 from springline import AGN, ElasticAverage, ModelAverage
 from springline.center import CenterError, LayoutError, NonFiniteError, RankError
 from springline.center.ray_actors import RayHead
-from springline.center.served import interceptor
-from springline.center.served.head import Head
-from springline.center.served.interceptor import Interceptor
-from springline.center.served.messages import ClosedRound, Message, Row, Sender
-from springline.center.served.peer import Call
-from springline.center.served.shard import Shard
+from springline.center.remote import interceptor
+from springline.center.remote.head import Head
+from springline.center.remote.interceptor import Interceptor
+from springline.center.remote.messages import ClosedRound, Message, Row, Sender
+from springline.center.remote.peer import Call
+from springline.center.remote.shard import Shard
 from springline.center.token import issue, sign
 from springline.errors import TakenOverError, TokenError
 from springline.rules import Adam

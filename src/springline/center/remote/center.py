@@ -1,4 +1,4 @@
-"""A center that is served by a head and shards, wherever they are."""
+"""A center that is reached by calls to a head and shards, wherever they are."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from springline.center import checkpoint
 from springline.center.center import Center, Progress, check_finite
 from springline.center.layout import Bytes
 from springline.center.plan import Plan, nbytes_of
-from springline.center.served.book import Book
-from springline.center.served.founding import find_center
-from springline.center.served.head import Look
-from springline.center.served.member import ServedMember
-from springline.center.served.messages import Row, cut, latest, span
-from springline.center.served.peer import Call, Peer
-from springline.center.served.storage import Storage
+from springline.center.remote.book import Book
+from springline.center.remote.founding import find_center
+from springline.center.remote.head import Look
+from springline.center.remote.member import RemoteMember
+from springline.center.remote.messages import Row, cut, latest, span
+from springline.center.remote.peer import Call, Peer
+from springline.center.remote.storage import Storage
 from springline.errors import CenterError, CheckpointError
 from springline.rules.rule import Rule
 from springline.sealed import reading
 
 
-class ServedCenter(Center):
+class RemoteCenter(Center):
     """A center behind a head and shards.
 
     Args:
@@ -42,7 +42,7 @@ class ServedCenter(Center):
         self.shards = list(shards)
         self.parts = cut(self.plan, description["asked"])
         self.process = os.getpid()
-        self._members: list[ServedMember] = []
+        self._members: list[RemoteMember] = []
         self.base = int(description["base"])
         self._version = 0
         self._closed = False
@@ -79,11 +79,11 @@ class ServedCenter(Center):
         self._read(out)
         return out
 
-    def join(self, rank: int, rule: Rule, timeout: float | None = None) -> ServedMember:
+    def join(self, rank: int, rule: Rule, timeout: float | None = None) -> RemoteMember:
         """Become the worker of that rank."""
         self.check_process()
         self.check_join(rank, rule, timeout)
-        member = ServedMember(self, int(rank), rule, timeout)
+        member = RemoteMember(self, int(rank), rule, timeout)
         self._members.append(member)
         return member
 
@@ -101,7 +101,7 @@ class ServedCenter(Center):
                 member.leave()
             self._closed = True
 
-    def forget(self, member: ServedMember) -> None:
+    def forget(self, member: RemoteMember) -> None:
         """Let go of a member that has left."""
         if member in self._members:
             self._members.remove(member)

@@ -6,15 +6,15 @@ import time
 import numpy as np
 import pytest
 
-from served import TOKEN, message, worker
+from remote import TOKEN, message, worker
 from springline import AGN, ElasticAverage, ModelAverage
 from springline.center import CenterError, CheckpointError
-from springline.center.served.checkpoints import Checkpoints
-from springline.center.served.head import Head
-from springline.center.served.messages import Row
-from springline.center.served.peer import Call
-from springline.center.served.seats import Seat
-from springline.center.served.storage import Storage
+from springline.center.remote.checkpoints import Checkpoints
+from springline.center.remote.head import Head
+from springline.center.remote.messages import Row
+from springline.center.remote.peer import Call
+from springline.center.remote.seats import Seat
+from springline.center.remote.storage import Storage
 from springline.center.token import issue
 from springline.rules import SGD, Adam
 
@@ -128,7 +128,7 @@ def unreadable(monkeypatch):
     def fail(self, path):
         raise CheckpointError(f"Cannot read {path}: stale file handle.")
 
-    patch.setattr("springline.center.served.storage.Storage._read_slot", fail)
+    patch.setattr("springline.center.remote.storage.Storage._read_slot", fail)
     return lambda: context.__exit__(None, None, None)
 
 

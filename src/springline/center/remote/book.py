@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from springline.center.layout import Bytes
-from springline.center.served.messages import Reply, Row, Sender
+from springline.center.remote.messages import Reply, Row, Sender
 from springline.errors import taken_over
 
 _KEPT = 4, 1 << 28  # replies that are kept: so many, or more in so many bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from springline.center.served.storage import Storage
+from springline.center.remote.storage import Storage
 from springline.errors import CenterError
 
 NAME = "head"
