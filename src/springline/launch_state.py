@@ -53,7 +53,7 @@ class WorkerEntry:
     pid: Count | None = None
     restarts: Count = 0  # of this launch
     exit_code: int | None = None
-    starts: list[Seconds] = field(default_factory=list)  # of all lives, also earlier launches'
+    starts: list[Seconds] = field(default_factory=list)  # all of them, also earlier launches'
     machine: str | None = None  # the one of a cluster that it is on
 
     @property

@@ -95,7 +95,7 @@ class Run:
         return self.directory / "center" if self.directory else None
 
     def start_step(self) -> int:
-        """How far this rank had come in an earlier life: 0 in a new run."""
+        """How far this rank had come before its restart: 0 in a new run."""
         if self.center_directory is None:
             return 0
         if self.cluster:
@@ -141,7 +141,7 @@ class Run:
             return
         if self not in _begun:
             _begun.add(self)
-            self.log(step, {})  # a line without values begins a life of the worker
+            self.log(step, {})  # a line without values begins an incarnation of the worker
         write_text(self.directory / "total", f"{total}\n")
 
     @can_do_without("A line of the metrics")

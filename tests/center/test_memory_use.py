@@ -14,7 +14,7 @@ from springline.center.layout import BLOCK
 from springline.center.plan import PAGE, Plan
 from springline.rules import SGD, Adagrad, Adam, Momentum
 
-# Parts of a model beside its own: outer state (Adam keeps m, v and a few numbers), slots.
+# WorkerBlocks of a model beside its own: outer state (Adam keeps m, v and a few numbers), slots.
 RULES = {
     "elastic": (ElasticAverage(workers=2, period=1), 0),
     "elastic with rho": (ElasticAverage(workers=2, period=1, rho=0.1), 0),

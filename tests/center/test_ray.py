@@ -27,8 +27,8 @@ from springline.center import (
 )
 from springline.center.ray import RayCenter, retire
 from springline.center.ray_peer import RayPeer, door, shard_name
-from springline.center.remote.parts import Parts
 from springline.center.remote.peer import Call, PeerLostError
+from springline.center.remote.worker_blocks import WorkerBlocks
 from springline.errors import EndedError, TokenError
 from springline.rules.reference import Optimizer
 from springline.torch import AGNOptimizer, ElasticAverageOptimizer
@@ -59,7 +59,7 @@ def test_a_process_that_has_left_the_cluster_does_not_join_it_anew(name, monkeyp
             with pytest.raises(EndedError, match="This process has left the Ray cluster"):
                 call("look")
         deadline = time.monotonic() + 10
-        while any(thread.name == "springline beat" for thread in threading.enumerate()):
+        while any(thread.name == "springline heartbeat" for thread in threading.enumerate()):
             assert time.monotonic() < deadline
             time.sleep(0.05)
     with pytest.raises(EndedError, match="This process has left the Ray cluster"):
@@ -111,7 +111,7 @@ def test_who_has_no_token_gets_nothing_and_who_calls_wrongly_changes_nothing(nam
             ray.get(actor.call.remote("another", "save"))
 
     one = Worker(VALUES, RULE, RayCenter.open(name, token=center.token), 0)
-    message, *_ = one.member.messages(Parts(center.plan, center.parts, RULE, 0, one.local))
+    message, *_ = one.member.messages(WorkerBlocks(center.plan, center.parts, RULE, 0, one.local))
     with pytest.raises(LayoutError, match=r"of uint8. Received: an array of shape"):
         Call(center.shards[0], "exchange", replace(message, data=message.data[:-4])).result()
     other = ElasticAverage(workers=3, period=1, moving_rate=0.25)

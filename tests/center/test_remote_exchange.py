@@ -9,8 +9,8 @@ import pytest
 from remote import worker
 from springline import AGN, ElasticAverage
 from springline.center import CenterError, NonFiniteError
-from springline.center.remote.parts import Parts
 from springline.center.remote.peer import PeerLostError
+from springline.center.remote.worker_blocks import WorkerBlocks
 from springline.rules import SGD
 from springline.rules.outer import Toward
 
@@ -76,7 +76,7 @@ def test_an_exchange_that_is_broken_off_leaves_nothing_under_way(serve, monkeypa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Parts, "adopt", interrupt)
+        patch.setattr(WorkerBlocks, "adopt", interrupt)
         with pytest.raises(KeyboardInterrupt):
             one.exchange()
     two.exchange()
@@ -103,4 +103,4 @@ def test_who_leaves_does_not_wait_for_a_shard_that_is_away(serve, background):
     background(one.member.leave).result(10)
     with pytest.raises(CenterError, match="Rank 0 has left the center"):
         exchange.result(10)
-    assert service.head.target._seats.alive() == []
+    assert service.head.target._membership.alive() == []

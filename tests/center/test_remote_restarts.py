@@ -11,9 +11,9 @@ from springline import AGN, ElasticAverage, ModelAverage
 from springline.center import CenterError, CheckpointError
 from springline.center.remote.checkpoints import Checkpoints
 from springline.center.remote.head import Head
-from springline.center.remote.messages import Row
+from springline.center.remote.membership import MemberState
+from springline.center.remote.messages import RankProgress
 from springline.center.remote.peer import Call
-from springline.center.remote.seats import Seat
 from springline.center.remote.storage import Storage
 from springline.center.token import issue
 from springline.rules import SGD, Adam
@@ -84,7 +84,7 @@ def test_the_head_forgets_who_waits_in_a_round(serve, background, tmp_path, what
         if what == "another head":
             service.head.target = service.new_head()
         else:
-            service.head.target._seats.of[0].heard -= 1000
+            service.head.target._membership.members[0].heard -= 1000
 
     round_(forget, mean)
     round_(lambda: None, 2.0)
@@ -184,12 +184,12 @@ def test_a_round_that_nobody_may_close_yet_is_waited_for(serve, tmp_path):
     service = serve(rule, storage=str(tmp_path / "store"))
     for rank in range(2):
         worker(service, rule, rank)
-    seats = service.head.target._seats
-    seats.quiet_until = time.monotonic() + 60
-    lives = [seats.of[rank].incarnation for rank in range(2)]
-    assert Call(service.head, "contribute", 1, lives[1], 1, 0.0).result() == [0]
-    Call(service.head, "withdraw", 0, lives[0], 1).result()
-    assert Call(service.head, "begin", 0, lives[0], 0.1).result() == [1]
+    membership = service.head.target._membership
+    membership.quiet_until = time.monotonic() + 60
+    incarnations = [membership.members[rank].incarnation for rank in range(2)]
+    assert Call(service.head, "contribute", 1, incarnations[1], 1, 0.0).result() == [0]
+    Call(service.head, "withdraw", 0, incarnations[0], 1).result()
+    assert Call(service.head, "begin", 0, incarnations[0], 0.1).result() == [1]
 
 
 def test_a_head_that_was_started_again_does_not_know_who_was_in_a_round(
@@ -221,7 +221,7 @@ def test_a_head_that_was_started_again_does_not_know_who_was_in_a_round(
     waiting.result(20)
     for each in (one, other):
         np.testing.assert_array_equal(each.parameters["w"], 0.5)
-    assert service.head.target._seats.closed == 1
+    assert service.head.target._membership.closed == 1
 
 
 @pytest.mark.parametrize("missed", [2, 15])
@@ -231,17 +231,17 @@ def test_who_was_away_for_many_rounds_is_in_the_next(serve, together, background
     service = serve(rule)
     one, two = (worker(service, rule, rank) for rank in range(2))
     together(one.exchange, two.exchange)
-    seats = service.head.target._seats
-    plain = seats.is_alive
-    seats.is_alive = lambda seat: seat is not seats.of[0] and plain(seat)
+    membership = service.head.target._membership
+    plain = membership.is_alive
+    membership.is_alive = lambda member: member is not membership.members[0] and plain(member)
     for _ in range(missed):
         two.exchange()
-    seats.is_alive = plain
+    membership.is_alive = plain
     one.parameters["w"][:], two.parameters["w"][:] = 1, 3
     together(one.exchange, two.exchange)
     np.testing.assert_array_equal(one.center.values()["w"], 2)
     np.testing.assert_array_equal(one.parameters["w"], 2)
-    assert seats.closed == missed + 2
+    assert membership.closed == missed + 2
 
 
 def test_a_head_and_the_shards_have_forgotten_rounds(serve, together, background, tmp_path):
@@ -268,7 +268,7 @@ def test_a_head_and_the_shards_have_forgotten_rounds(serve, together, background
         one.result(20)
     for one in workers:
         np.testing.assert_array_equal(one.parameters["w"], 2)
-    assert service.head.target._seats.closed == 5
+    assert service.head.target._membership.closed == 5
 
 
 def test_who_comes_back_to_a_new_head_finds_the_others(serve, tmp_path):
@@ -277,22 +277,22 @@ def test_who_comes_back_to_a_new_head_finds_the_others(serve, tmp_path):
     service = serve(rule, storage=str(tmp_path / "store"))
     one, _ = (worker(service, rule, rank) for rank in range(2))
     head = service.new_head()
-    assert head._seats.quiet_until < time.monotonic()
+    assert head._membership.quiet_until < time.monotonic()
     service.head.target = head
     Call(service.head, "join", 0, one.member._incarnation).result()
-    assert head._seats.quiet_until > time.monotonic()
+    assert head._membership.quiet_until > time.monotonic()
 
 
 def test_what_a_dead_worker_had_sent_may_still_arrive(serve, background, monkeypatch):
-    """Its seat is free when it has been silent for long enough, and not in use."""
+    """Its rank is free when it has been silent for long enough, and not in use."""
     service = serve(ElasticAverage(workers=2))
     head = service.head.target
     dead = issue(TOKEN, "rank 1")
-    head._seats.of[1] = Seat(dead, time.monotonic(), 0)
-    monkeypatch.setattr(head._seats, "_grace", 1.5)
+    head._membership.members[1] = MemberState(dead, time.monotonic(), 0)
+    monkeypatch.setattr(head._membership, "_grace", 1.5)
     joins = background(lambda: Call(service.head, "join", 1, None).result())
     time.sleep(0.3)  # it waits
     for _ in range(5):  # all at once, when the link is up again
-        Call(service.head, "beat", 1, dead, Row(dead)).result()
-    life, _, _ = joins.result(20)
-    assert life > dead
+        Call(service.head, "heartbeat", 1, dead, RankProgress(dead)).result()
+    incarnation, _, _ = joins.result(20)
+    assert incarnation > dead

@@ -10,7 +10,7 @@ from own_rules import EveryFourth, MeanOfPseudoGradients, Pushes, Rolling
 from remote import Lost, message, worker
 from springline import AGN, ElasticAverage, ModelAverage
 from springline.center import CenterError, NonFiniteError
-from springline.center.remote import book
+from springline.center.remote import ledger
 from springline.center.remote.peer import PeerLostError
 from springline.center.remote.steps import Steps
 from springline.rules import SGD
@@ -170,13 +170,13 @@ def test_rounds_do_not_care(serve, together):
 
 
 def test_replies_are_kept_within_bounds(serve, monkeypatch):
-    monkeypatch.setattr(book, "_KEPT", (4, 6 * 20 + 1))  # of 20 bytes: six
+    monkeypatch.setattr(ledger, "_KEPT", (4, 6 * 20 + 1))  # of 20 bytes: six
     values = {"b": np.zeros(5, np.float32)}
     rule = ElasticAverage(workers=50, period=1, moving_rate=0.01)
     shard = serve(rule, values).shards[0].target
     replies = {rank: shard.exchange(message(rank, 1, rank)) for rank in range(50)}
-    assert len(shard._replies._kept) == book.kept(len(shard._center)) == 6
-    assert book.kept(1000) == 4
+    assert len(shard._replies._kept) == ledger.kept(len(shard._center)) == 6
+    assert ledger.kept(1000) == 4
     again = shard.exchange(message(49, 1, 49))
     np.testing.assert_array_equal(again.data, replies[49].data)
     before = shard.read().data.copy()

@@ -36,7 +36,7 @@ def test_a_round_asks_the_head_once_and_each_shard_twice(serve, together):
     workers = all_workers(service)
     meet(workers, together, 0)
     of_head, of_shards = [], []
-    service.head.disturb = lambda method: of_head.append(method) if method != "beat" else None
+    service.head.disturb = lambda method: of_head.append(method) if method != "heartbeat" else None
     for peer in service.shards:
         peer.disturb = of_shards.append
     for number in range(3):

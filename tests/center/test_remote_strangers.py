@@ -13,7 +13,7 @@ from springline.center.ray_actors import RayHead
 from springline.center.remote import interceptor
 from springline.center.remote.head import Head
 from springline.center.remote.interceptor import Interceptor
-from springline.center.remote.messages import ClosedRound, Message, Row, Sender
+from springline.center.remote.messages import ClosedRound, Message, RankProgress, Sender
 from springline.center.remote.peer import Call
 from springline.center.remote.shard import Shard
 from springline.center.token import issue, sign
@@ -56,12 +56,13 @@ class Scene:
 
     def good(self):
         """What would be taken from the second worker, by the parameter's name."""
-        life, shard = self.two.member._incarnation, self.service.shards[0].target
-        sender = Sender(1, life, 1, 1, 1, 0.0)
+        incarnation, shard = self.two.member._incarnation, self.service.shards[0].target
+        sender = Sender(1, incarnation, 1, 1, 1, 0.0)
         data = np.zeros(len(shard._center), np.uint8)
         return {
-            **{"rank": 1, "incarnation": life, "number": 1, "mark": 1, "seconds": 0.0, "held": 0},
-            **{"finished": False, "changed": False, "given_up": [1], "without": [], "row": Row()},
+            **{"rank": 1, "incarnation": incarnation, "number": 1, "row": RankProgress()},
+            **{"mark": 1, "seconds": 0.0, "held": 0, "finished": False, "changed": False},
+            **{"given_up": [1], "without": []},
             **{"sender": sender, "center": data, "state": np.zeros(len(shard._state), np.uint8)},
             **{"lease": issue(TOKEN, "lease"), "steps": [0, 0]},
             "message": Message(sender, data, 1, np.ones(2, bool), np.ones(2)),
@@ -71,10 +72,10 @@ class Scene:
     def bad(self):
         """What must not be taken, by the parameter's name."""
         good = self.good()
-        lives = [1, good["incarnation"] + 1, self.one.member._incarnation]  # unknown, another's
+        others = [1, good["incarnation"] + 1, self.one.member._incarnation]  # unknown, another's
         fields = {
             "rank": [*NOT_WHOLE, 2, 77, 10**30],
-            "incarnation": [*NOT_WHOLE, 0, *lives, 10**40],
+            "incarnation": [*NOT_WHOLE, 0, *others, 10**40],
             "number": [*NOT_WHOLE, 0],
             "steps": NOT_WHOLE,
             "exchanges": NOT_WHOLE,
@@ -96,7 +97,7 @@ class Scene:
         }
         row = {key: fields[key] for key in ("steps", "exchanges", "seconds")}
         return fields | {
-            "incarnation": [life for life in fields["incarnation"] if life is not None],
+            "incarnation": [n for n in fields["incarnation"] if n is not None],
             "seconds": [*fields["seconds"], 1e9],
             "mark": NOT_WHOLE,
             "finished": ["False", 1, None],
@@ -129,8 +130,11 @@ class Scene:
             [
                 [(bytes(s._center), bytes(s._state), s.rows(), s._lease, s._ready) for s in shards],
                 [(slots, [*s._replies._kept]) for s in shards],
-                {r: (s.incarnation, s.settled, s.joined) for r, s in head._seats.of.items()},
-                (head._seats.closed, head._seats.contributors, head._seats._lease),
+                {
+                    r: (s.incarnation, s.settled, s.joined)
+                    for r, s in head._membership.members.items()
+                },
+                (head._membership.closed, head._membership.contributors, head._membership._lease),
                 (head.description, head._finished, head._given_up, head._started),
                 [(rank.steps, rank.exchanges) for rank in self.one.center.progress()],
                 (self.one.center.version, self.one.center.members()),
@@ -300,7 +304,7 @@ def test_an_earlier_incarnation_is_refused(scene):
         here.call("head", "join", 1, old["incarnation"])
     with pytest.raises(CenterError, match="does not know this member"):
         here.call("head", "seal", 1, old["incarnation"], 1, False, 0)
-    assert here.call("head", "beat", 1, old["incarnation"], Row(steps=9)) is False
+    assert here.call("head", "heartbeat", 1, old["incarnation"], RankProgress(steps=9)) is False
     assert here.state() == before
 
 
@@ -308,7 +312,7 @@ def test_an_earlier_incarnation_is_refused(scene):
     ("peer", "method", "parameter", "wrong", "kind", "words"),
     [
         ("head", "join", "rank", 77, RankError, "from 0 to 1, since the run is configured for 2"),
-        ("head", "beat", "incarnation", 5, RankError, "has not given incarnation 5 to rank 1. Jo"),
+        ("head", "heartbeat", "incarnation", 5, RankError, "not given incarnation 5 to rank 1. Jo"),
         ("shard", "seal", "lease", 7, CenterError, "The head has not given out the lease 7"),
         ("shard", "seal", "center", np.zeros(4, np.uint8), LayoutError, r"Received: .*\(4,\) of u"),
         ("head", "barrier", "seconds", np.nan, CenterError, ">= 0 and <= 60. Received: nan"),

@@ -30,7 +30,7 @@ class Birth(NamedTuple):
 
 @dataclass
 class Log:
-    """What a rank has written down, over all its lives."""
+    """What a rank has written down, across restarts."""
 
     born: list[Birth] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
@@ -187,7 +187,7 @@ class Scene:
             self.forget(rank)
 
     def done(self):
-        """Each rank's exchanges so far, over all its lives."""
+        """Each rank's exchanges so far, across restarts."""
         return np.array([len(log.ends) for log in self.logs()])
 
     def forget(self, rank):

@@ -50,7 +50,7 @@ def test_a_timeout_ends_it(monkeypatch):
 def test_a_worker_is_a_member_again_however_long_the_head_was_away(monkeypatch):
     """Longer than its own timeout: nobody waited for the head meanwhile."""
     monkeypatch.setattr(member, "_RESTART", 0.0)
-    monkeypatch.setattr(member, "BEAT", 0.01)
+    monkeypatch.setattr(member, "HEARTBEAT", 0.01)
     values, rule = {"w": np.zeros(5)}, AGN(period=1, outer=SGD(1.0))
     service = Service(Layout.of(values), rule, values, use_locking=True, restore=None)
     away_until = time.monotonic() + 1.5

@@ -43,7 +43,7 @@ def step(model, opt, seconds=0.0):
 
 
 def dies_once(when):
-    """Whether this is the first life of the process, and `when` holds."""
+    """Whether this is the first incarnation of the process, and `when` holds."""
     mark = RUN / f"died-{RANK}"
     if not when or mark.exists():
         return

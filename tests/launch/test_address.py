@@ -163,7 +163,7 @@ def test_ctrl_c_saves_the_center_and_the_run_goes_on(train, command, run, rule):
 
 
 def begun(run, rank):
-    """At which steps the lives of a worker began."""
+    """At which steps the incarnations of a worker began."""
     lines = (run.path / "metrics" / f"rank-{rank}.jsonl").read_text().splitlines()
     return [line["step"] for line in map(json.loads, lines) if line.keys() == {"time", "step"}]
 

@@ -36,7 +36,7 @@ def test_a_worker_that_is_killed_again_and_again_makes_its_steps(train, under_ea
         command = train(rule, steps, 0.02, "--max-restarts", kills, at=run)
         reached = 0
         for kill in range(kills):
-            # Each life comes further than the one before: it goes on from where that was.
+            # Each incarnation comes further than the one before: it goes on from where that was.
             wait_for(partial(run.further, 1, reached))
             reached = run.steps()[1]
             assert run.worker(1).restarts == kill

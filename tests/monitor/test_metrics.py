@@ -1,4 +1,4 @@
-"""Metrics: whole lines only, each once, all lives of a rank."""
+"""Metrics: whole lines only, each once, all incarnations of a rank."""
 
 import math
 

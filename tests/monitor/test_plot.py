@@ -45,7 +45,7 @@ def test_a_row_per_quantity_a_column_for_time_for_steps_and_for_bytes(run):
     assert axes[-1, 1].get_xlabel() == "steps of a worker"
     assert axes[-1, 2].get_xlabel() == "bytes exchanged by all workers"
     for ax in axes[0]:
-        single = ["faint"]  # the point of the restarted worker, whose life has no other
+        single = ["faint"]  # the point of the restarted worker, whose incarnation has no other
         assert lines(ax) == ["faint", "worker 0", "worker 1", *single, "center", "restart"]
     assert lines(axes[1, 0]) == ["val", "restart"]
 
@@ -286,7 +286,7 @@ def test_what_is_smoothed_is_what_is_seen(tmp_path):
 
 
 def test_against_steps_a_repeated_step_is_at_its_own_place(run):
-    """Rank 1 was at step 490 when it died, and its next life begins there."""
+    """Rank 1 was at step 490 when it died, and its next incarnation begins there."""
     ax = figure(run).axes[1]
     (restart,) = drawn(ax, "restart")
     assert restart.get_xdata().tolist() == [490]

@@ -100,7 +100,7 @@ def batches(rank):
 
 
 def restarted(out, rank):
-    """Train to the end, over several lives; the test kills us in the first."""
+    """Train to the end, over several restarts; the test kills us in the first."""
     model = network()
     directory = springline.directory()
     group = Collective(dist.group.WORLD, directory / "center", save_every=0)

@@ -40,7 +40,7 @@ class Local:
         gradients: how many gradients `a` holds.
         seen: per entry, whether `a` holds a gradient for it; where not, its part of `a` is void.
         rates: per entry, the learning rate that travels with the message.
-        steps: local steps that the worker's rank has made, over all its lives.
+        steps: local steps of the worker's rank, across restarts.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Local:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a rank has come, over all its lives."""
+    """How far a rank has come, across restarts."""
 
     steps: int  # local steps at its last exchange
     exchanges: int

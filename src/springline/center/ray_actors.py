@@ -25,7 +25,7 @@ from springline.center.ray_peer import (
 )
 from springline.center.remote.head import Head, Look
 from springline.center.remote.interceptor import Interceptor
-from springline.center.remote.messages import Row, latest
+from springline.center.remote.messages import RankProgress, latest
 from springline.center.remote.shard import Shard
 from springline.errors import CenterError, EndedError, TokenError, forgotten
 from springline.rules.rule import Rule
@@ -170,7 +170,7 @@ class RayHead(Head):
     async def _end_what_is_left(self) -> None:
         """End the shards of a head that was killed while it made the center."""
         for actor, handle in shards_named(self._name).items():
-            rows: dict[int, Row] = {}
+            rows: dict[int, RankProgress] = {}
             try:
                 rows, _ = await RayPeer(actor, actor, handle, self._token).answer("rows")
             except TokenError:  # it is another center's
@@ -211,7 +211,7 @@ class RayHead(Head):
 
         asyncio.get_running_loop().call_later(PAUSE, end)
 
-    async def _ask_shards(self, count: int) -> tuple[dict[int, Row], int]:
+    async def _ask_shards(self, count: int) -> tuple[dict[int, RankProgress], int]:
         try:
             handles = [find(shard_name(self._name, k)) for k in range(count)]
         except ValueError as error:
@@ -227,7 +227,7 @@ class RayHead(Head):
         linger = max(self._linger, _FIRST)
         while time.monotonic() - self._wanted < linger:
             await asyncio.sleep(min(1.0, self._linger / 4))
-            if self._seats.alive():
+            if self._membership.alive():
                 await self.stay()
             if any(row.incarnation for row in self._rows.values()):  # somebody has come
                 linger = self._linger

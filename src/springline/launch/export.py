@@ -14,7 +14,7 @@ from springline.center.checkpoint import describe, newest, read_center, write_te
 from springline.center.directory import LAYOUT_NAME
 from springline.center.extras import with_extras
 from springline.center.remote.center import read_stored
-from springline.center.remote.founding import NAME as HEAD
+from springline.center.remote.registration import NAME as HEAD
 from springline.center.shared import CHECKPOINT_NAME
 from springline.errors import DamagedError
 from springline.launch.directory import CENTER, LaunchError, find_run

@@ -1,6 +1,6 @@
 """One worker of a run: started, looked at, signalled, killed, its output kept.
 
-RUN/logs/rank-K.log    what rank K prints, over all its lives
+RUN/logs/rank-K.log    what rank K prints, across restarts
 RUN/logs/ps-K.log      what parameter server K of a TensorFlow cluster prints
 """
 
@@ -36,7 +36,7 @@ _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 class Task(ABC):
-    """One rank of a run, or one of its parameter servers, over all its lives.
+    """One rank of a run, or one of its parameter servers, across restarts.
 
     Args:
         directory: the run's.
@@ -90,7 +90,7 @@ class Task(ABC):
         return "was lost" if code is None else describe_exit(code)
 
     def first_line(self) -> str:
-        """Return the line that begins another life of it in its log."""
+        """Return the line that marks a restart in its log."""
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         return f"{self._mark}{len(self.entry.starts)}, {now} ---\n"
 
@@ -112,7 +112,7 @@ class Task(ABC):
         return next((line for line in reversed(lines) if not _LOGGED.match(line)), "")
 
     def last_lines(self, count: int = 20) -> list[str]:
-        """Return the last lines of its output, of its last life only."""
+        """Return the last lines of its output since its last start."""
         try:
             with self.log.open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))

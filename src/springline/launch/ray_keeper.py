@@ -23,10 +23,10 @@ from springline.center.extras import with_extras
 from springline.center.ray import RayCenter, retire
 from springline.center.ray_peer import door
 from springline.center.remote.center import read_stored
-from springline.center.remote.founding import find_center
 from springline.center.remote.head import GRACE
 from springline.center.remote.messages import Trouble
 from springline.center.remote.peer import PeerLostError
+from springline.center.remote.registration import find_center
 from springline.center.remote.storage import Storage
 from springline.center.token import NAME as TOKEN
 from springline.errors import TokenError
@@ -144,7 +144,7 @@ class RayKeeper(Keeper):
             except (TimeoutError, PeerLostError):
                 continue  # the next time will do
             before = self._shards.get(name)
-            same = before is not None and before.life == trouble.life
+            same = before is not None and before.incarnation == trouble.incarnation
             self._shards[name] = trouble
             if before and not same:
                 _log.warning("%s was restarted.", name.capitalize())

@@ -2,8 +2,8 @@
 
     {"time": 1700000000.0, "step": 120, "loss": 0.25, "accuracy": null}
 
-`null` stands for NaN or Inf. A file holds all lives of its rank, one after another; a line without
-values begins a life (`springline.steps` writes it).
+`null` stands for NaN or Inf. A file holds all incarnations of its rank; a line without
+values begins one (`springline.steps` writes it).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Line:
     def parse(cls, text: bytes) -> Line | None:
         """Read a line; None if it is none.
 
-        A worker killed in the middle of a line leaves a part of it, and its next life writes on
+        A worker killed in the middle of a line leaves a part of it, and its restart writes on
         behind: the part is dropped.
 
         >>> Line.parse(b'{"time": 1, "step": 7, "lo{"time": 2, "step": 5, "loss": null}')
@@ -122,9 +122,9 @@ class Series:
     Attributes:
         rank: the worker's.
         time: seconds since the epoch, never going back.
-        step: local steps; goes back where a new life repeats what a killed one had done.
+        step: local steps; goes back where a restart repeats what was lost.
         values: by name; NaN where a line has no such value or it was not finite.
-        births: whether a line begins another life of the worker.
+        births: whether a line begins another incarnation of the worker.
     """
 
     rank: int
@@ -147,7 +147,7 @@ class Series:
         return cls(rank, np.maximum.accumulate(time), step, values, births)
 
     def with_starts(self, starts: Iterable[float]) -> Series:
-        """Add the lives that somebody else saw begin: not every script counts with `steps`."""
+        """Add the restarts that somebody else saw: not every script counts with `steps`."""
         at = np.searchsorted(self.time, np.array([*starts], float))
         births = self.births.copy()
         births[at[(at > 0) & (at < len(births))]] = True

@@ -218,7 +218,7 @@ def _draw_series(
     log = ax.get_yscale() == "log"
     seen = np.log(y) if log else y
     width = 2 * (len(y) // 60) + 1 if len(y) >= _NOISY else 1
-    mean = np.concatenate([smooth(life, width) for life in np.split(seen, deaths)])
+    mean = np.concatenate([smooth(part, width) for part in np.split(seen, deaths)])
     spread = np.subtract(*np.percentile(seen, [95, 5])) + 1e-6 * np.abs(seen).max()
     noisy = np.median(np.abs(seen - mean)) > 0.01 * spread
     mean = np.exp(mean) if log else mean
@@ -234,7 +234,7 @@ def _draw_series(
         ax.plot(x, y, color=line["color"], lw=0.6, alpha=0.18)
     ax.plot(x, mean if noisy else y, marker=marker, ms=4, **line)
     gap = np.isnan(np.concatenate([[np.nan], y, [np.nan]]))
-    lonely = ~gap[1:-1] & gap[:-2] & gap[2:]  # a life of one value has no line
+    lonely = ~gap[1:-1] & gap[:-2] & gap[2:]  # an incarnation of one value has no line
     if lonely.any() and not marker:
         ax.plot(x[lonely], y[lonely], color=line["color"], marker="o", ms=3, ls="")
 

@@ -34,7 +34,7 @@ class NotARunError(CenterError, ValueError):
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """One worker. Counts are over all lives of its rank."""
+    """One worker. Counts include earlier incarnations of its rank."""
 
     rank: int
     state: State

@@ -82,7 +82,7 @@ class EagerCenter:
 
     @property
     def start_step(self) -> int:
-        """Steps of this rank in earlier lives."""
+        """Steps of this rank before its restart."""
         return self.worker.start_step
 
     def trio(self, variable: Variable) -> Trio:

@@ -15,12 +15,12 @@ from springline.center import checkpoint
 from springline.center.center import Center, Progress, check_finite
 from springline.center.layout import Bytes
 from springline.center.plan import Plan, nbytes_of
-from springline.center.remote.book import Book
-from springline.center.remote.founding import find_center
 from springline.center.remote.head import Look
+from springline.center.remote.ledger import Ledger
 from springline.center.remote.member import RemoteMember
-from springline.center.remote.messages import Row, cut, latest, span
+from springline.center.remote.messages import RankProgress, cut, latest, span
 from springline.center.remote.peer import Call, Peer
+from springline.center.remote.registration import find_center
 from springline.center.remote.storage import Storage
 from springline.errors import CenterError, CheckpointError
 from springline.rules.rule import Rule
@@ -70,7 +70,7 @@ class RemoteCenter(Center):
     def progress(self) -> list[Progress]:
         """Return how far each rank has come."""
         rows, _ = self._known()
-        known = [rows.get(rank, Row()) for rank in range(self.plan.workers)]
+        known = [rows.get(rank, RankProgress()) for rank in range(self.plan.workers)]
         return [Progress(row.steps, row.exchanges, row.seconds) for row in known]
 
     def read(self, out: Bytes | None = None) -> Bytes:
@@ -116,7 +116,7 @@ class RemoteCenter(Center):
                 f"{os.getpid()}. Open it again in the child."
             )
 
-    def _known(self) -> tuple[dict[int, Row], int]:
+    def _known(self) -> tuple[dict[int, RankProgress], int]:
         """Return how far each rank has come, and the last round: the latest that anybody knows."""
         ask_head, ask_shard = self._ask_head(), Call(self.shards[0], "rows")
         look = self._look(ask_head)
@@ -195,7 +195,7 @@ def read_stored(place: str) -> StoredCenter:
 def _gather(storage: Storage, description: dict[str, Any]) -> StoredCenter:
     plan, place = Plan.from_json(description["plan"]), storage.place
     center = plan.layout.allocate()
-    known: list[tuple[dict[int, Row], int]] = []
+    known: list[tuple[dict[int, RankProgress], int]] = []
     for k, ranges in enumerate(cut(plan, description["asked"])):
         saved = storage.read(f"shard-{k}")
         if saved is None:
@@ -203,7 +203,7 @@ def _gather(storage: Storage, description: dict[str, Any]) -> StoredCenter:
         header, tensors = saved
         start, stop = span(ranges)
         center[start:stop] = tensors["center"]
-        known.append((Book.from_json(header["rows"]).rows(), header["round"]))
+        known.append((Ledger.from_json(header["rows"]).rows(), header["round"]))
     rows, closed = latest(known)
     done = closed if plan.rounds else sum(row.exchanges for row in rows.values())
     return StoredCenter(plan.layout.views(center), int(description["base"]) + done)

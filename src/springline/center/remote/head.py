@@ -1,9 +1,8 @@
 """The head of a remote center: who is a member, how far each rank has come, which round it is.
 
-It holds no parameters. Members say again and again that they are alive; one that has not for
-`GRACE` seconds, or of which whoever started it says that it is gone, is no longer waited for. If
-the head itself is started again, it asks the shards how far everybody has come, and the members
-join anew when they next say that they are alive.
+It holds no parameters. Members send heartbeats; one that is silent for `GRACE` seconds, or that its
+launcher reports dead, is dropped. A head that restarts asks the shards how far every rank has come,
+and the members rejoin with their next heartbeat.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from springline.center.plan import Plan
-from springline.center.remote.founding import Founding
-from springline.center.remote.messages import ClosedRound, Row
-from springline.center.remote.seats import Seat, Seats
+from springline.center.remote.membership import Membership, MemberState
+from springline.center.remote.messages import ClosedRound, RankProgress
+from springline.center.remote.registration import Registration
 from springline.center.token import issue, sign
 from springline.errors import (
     CenterError,
@@ -27,12 +26,12 @@ from springline.errors import (
     taken_over,
 )
 
-BEAT = 0.5  # seconds between two signs of life of a member
+HEARTBEAT = 0.5  # seconds between two heartbeats of a member
 GRACE = 10.0  # seconds without one after which a member counts as dead
-_SIGNS = 3  # of life, one after another; those of a dead worker may still arrive, all at once
+_LATE = 3  # heartbeats of a dead worker that may still arrive
 _TICK = 0.25  # seconds between two looks at who is alive
-_ANEW = 4 * BEAT  # seconds that members have to join a head that was started again
-AskRows = Callable[[int], Awaitable[tuple[dict[int, Row], int]]]
+_REJOIN = 4 * HEARTBEAT  # seconds that members have to rejoin a head that restarted
+AskRows = Callable[[int], Awaitable[tuple[dict[int, RankProgress], int]]]
 
 
 @dataclass
@@ -40,18 +39,18 @@ class Look:
     """What the head knows, for whoever asks."""
 
     members: list[int]
-    rows: dict[int, Row]  # as of the members' last signs of life
+    rows: dict[int, RankProgress]  # as of the members' last heartbeats
     closed: int  # the last closed round
     description: dict[str, Any]
     finished: list[int]  # ranks that have made all their steps
     given_up: list[int] | None  # ranks that the launcher does not start again, if there is one
 
 
-class Head(Founding):
+class Head(Registration):
     """The head of one center.
 
     Args:
-        ask_rows: asks the shards, of which it is told how many there are, for their rows.
+        ask_rows: asks that many shards for their rows.
         storage: where it writes down what the center is, if anywhere.
         grace: seconds without a heartbeat after which a member counts as dead.
         name: the center's.
@@ -60,7 +59,7 @@ class Head(Founding):
 
     calls: ClassVar[tuple[str, ...]] = (
         *("find", "look", "stay", "sealed", "seal"),
-        *("join", "joined", "beat", "leave", "finish", "barrier"),
+        *("join", "joined", "heartbeat", "leave", "finish", "barrier"),
         *("begin", "contribute", "withdraw", "waiting"),
     )
 
@@ -76,10 +75,10 @@ class Head(Founding):
         self._token = token
         self._ask_rows = ask_rows
         self._grace = grace
-        self._seats = Seats(grace, token)
+        self._membership = Membership(grace, token)
         self._plan: Plan | None = None
         self._known = False  # whether the rows are those of the shards
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, RankProgress] = {}
         self._started = False
         self._finished: set[int] = set()
         self._given_up: tuple[float, list[int]] | None = None  # when a launcher said so, and whom
@@ -95,9 +94,9 @@ class Head(Founding):
             await self._ask()
         at, given_up = self._given_up or (-GRACE, None)
         return Look(
-            self._seats.alive(),
+            self._membership.alive(),
             dict(self._rows),
-            self._seats.closed,
+            self._membership.closed,
             self.description,
             sorted(self._finished),
             given_up if time.monotonic() - at < GRACE else None,
@@ -131,24 +130,26 @@ class Head(Founding):
         Returns:
             "done"; "sealed", and the mark of who did; "send", and a lease; "wait", and for whom.
         """
-        self._seats.member(rank, incarnation)
+        self._membership.member(rank, incarnation)
         me = [mark, rank, incarnation]
         if by := await self.sealed():
             return ("done", 0) if self._seal == me else ("sealed", by)
         # A head that was restarted does not know who had a lease, and may have sent some values.
-        if to_do := self._seats.lease(rank, incarnation, changed or self.found, held):
+        if to_do := self._membership.lease(rank, incarnation, changed or self.found, held):
             return to_do
         await self.publish({**(self.description or {}), "seal": me})
         return "done", 0
 
     # Members.
 
-    async def join(self, rank: int, incarnation: int | None = None) -> tuple[int, Row, int]:
-        """Take a seat: at once if it is free, else when its holder turns out to be dead.
+    async def join(
+        self, rank: int, incarnation: int | None = None
+    ) -> tuple[int, RankProgress, int]:
+        """Join: at once if the rank is free, else when its holder turns out to be dead.
 
         Args:
             rank: the worker's.
-            incarnation: of a member that the head has forgotten, or taken for dead.
+            incarnation: of a member that the head has forgotten, or dropped.
 
         Returns:
             The incarnation, how far the rank has come, and the last closed round.
@@ -157,62 +158,62 @@ class Head(Founding):
             raise EndedError("The center is being ended. Start the run again.")
         if not self.is_there():
             raise self.problem or forgotten()
-        await self._ask()  # its last life may have said less to us than to the shards
-        signs: set[float] = set()
-        while (holder := self._seats.of.get(rank)) and holder.incarnation != incarnation:
-            if not self._seats.is_alive(holder):
+        await self._ask()  # its last incarnation may have told the shards more than us
+        heartbeats: set[float] = set()
+        while (holder := self._membership.members.get(rank)) and holder.incarnation != incarnation:
+            if not self._membership.is_alive(holder):
                 break
-            signs.add(holder.heard)
-            if len(signs) > _SIGNS:
-                raise rank_in_use(rank, self._seats.alive())
+            heartbeats.add(holder.heard)
+            if len(heartbeats) > _LATE:
+                raise rank_in_use(rank, self._membership.alive())
             await self._wait(time.monotonic() + _TICK)
-        row = self._rows.get(rank, Row())
+        row = self._rows.get(rank, RankProgress())
         if holder and holder.incarnation == incarnation:
             holder.heard = time.monotonic()  # it keeps its part in the round
-            return incarnation, row, self._seats.closed
+            return incarnation, row, self._membership.closed
         new = incarnation is None
         if incarnation is None:
             incarnation = issue(self._token, f"rank {rank}", after=row.incarnation)
         elif incarnation < max(row.incarnation, holder.incarnation if holder else 0):
             raise taken_over(rank)
         self._finished.discard(rank)
-        this = self._seats.closed + 1
-        late = new and bool(self._seats.contributing(this))  # it is in the next round
+        this = self._membership.closed + 1
+        late = new and bool(self._membership.contributing(this))  # it is in the next round
         settled = this if late else this - 1
-        self._seats.of[rank] = Seat(incarnation, time.monotonic(), settled)
+        self._membership.members[rank] = MemberState(incarnation, time.monotonic(), settled)
         self._note(rank, incarnation, row)
         self._changed()
-        return incarnation, row, self._seats.closed
+        return incarnation, row, self._membership.closed
 
     async def joined(self, rank: int, incarnation: int) -> None:
         """Count a member in for the barrier."""
-        seat = self._seats.find(rank, incarnation)
-        if seat:
-            seat.joined = True
+        member = self._membership.find(rank, incarnation)
+        if member:
+            member.joined = True
             self._changed()
 
-    async def beat(self, rank: int, incarnation: int, row: Row) -> bool:
-        """Hear that a member is alive and how far it has come; False if it has to join anew."""
-        seat = self._seats.find(rank, incarnation)
-        if seat is None:
+    async def heartbeat(self, rank: int, incarnation: int, row: RankProgress) -> bool:
+        """Hear that a member is alive and how far it has come; False if it has to rejoin."""
+        member = self._membership.find(rank, incarnation)
+        if member is None:
             return False
-        seat.heard = time.monotonic()
+        member.heard = time.monotonic()
         self._note(rank, incarnation, row)
         return True
 
     async def leave(self, rank: int, incarnation: int | None, finished: bool = False) -> None:
         """Give a rank back; without an incarnation, whoever has it is known to be dead."""
-        seat = self._seats.of.get(rank)
+        member = self._membership.members.get(rank)
         if finished and incarnation is not None:
             await self.finish(rank, incarnation)
-        if seat and incarnation in (None, seat.incarnation):
-            del self._seats.of[rank]
+        if member and incarnation in (None, member.incarnation):
+            del self._membership.members[rank]
             self._changed()
 
     async def finish(self, rank: int, incarnation: int) -> None:
         """Note that a rank has finished, unless it has come back since."""
-        seat = self._seats.of.get(rank)
-        if seat is None or seat.incarnation <= incarnation:
+        member = self._membership.members.get(rank)
+        if member is None or member.incarnation <= incarnation:
             self._finished.add(rank)
 
     async def barrier(self, seconds: float) -> list[int]:
@@ -220,7 +221,9 @@ class Head(Founding):
         missing: list[int] = []
         deadline = time.monotonic() + seconds
         while not self._started:
-            here = {rank for rank in self._seats.alive() if self._seats.of[rank].joined}
+            here = {
+                rank for rank in self._membership.alive() if self._membership.members[rank].joined
+            }
             missing = sorted(set(range(self.plan.workers if self.plan else 0)) - here)
             self._started = not missing
             if self._started:
@@ -237,17 +240,17 @@ class Head(Founding):
         """Wait a while for a round to contribute to; return it, or who is waited for."""
         deadline = time.monotonic() + seconds
         while True:
-            seat, this = self._seats.member(rank, incarnation), self._seats.closed + 1
-            if seat.settled < this:
+            member, this = self._membership.member(rank, incarnation), self._membership.closed + 1
+            if member.settled < this:
                 return this
-            pending = self._seats.pending(this)
-            if not pending and not self._seats.contributing(this):
-                for other in self._seats.of.values():
+            pending = self._membership.pending(this)
+            if not pending and not self._membership.contributing(this):
+                for other in self._membership.members.values():
                     other.settled = this - 1  # all withdrew: it begins again
                 self._changed()
             elif not self._close(this):
                 if time.monotonic() >= deadline:
-                    return pending or self._seats.contributing(this)
+                    return pending or self._membership.contributing(this)
                 await self._wait(deadline)
 
     async def contribute(
@@ -257,19 +260,19 @@ class Head(Founding):
 
         Returns:
             The closed round, without contributors if it is the last and they are not known; or who
-            is waited for. None if it was closed before, without this member, or long ago. Who is
-            taken for dead while it waits has no part in it, and gets the others' mean.
+            is waited for. None if it was closed before, without this member, or long ago. A member
+            that is dropped while it waits has no part in it, and gets the others' mean.
         """
-        before = number <= self._seats.closed
+        before = number <= self._membership.closed
         if not before:
             self._settle(rank, incarnation, number).contributed = number
         deadline = time.monotonic() + seconds
         while not self._close(number):
             if time.monotonic() >= deadline:
-                return self._seats.pending(number)
+                return self._membership.pending(number)
             await self._wait(deadline)
-        known = self._seats.contributors.get(number)
-        if known is None and number == self._seats.closed:  # we were started again
+        known = self._membership.contributors.get(number)
+        if known is None and number == self._membership.closed:  # the head restarted
             known = []
         elif known is None or (before and rank not in known):
             return None
@@ -277,35 +280,37 @@ class Head(Founding):
 
     async def withdraw(self, rank: int, incarnation: int, number: int) -> None:
         """Have no part in a round, unless it is closed."""
-        if number > self._seats.closed:
+        if number > self._membership.closed:
             self._settle(rank, incarnation, number).contributed = 0
             if not self._close(number):
                 self._changed()  # those who wait for a round to begin again may go on
 
     async def waiting(self) -> list[int]:
         """Return who has contributed to the round that is open."""
-        return self._seats.contributing(self._seats.closed + 1)
+        return self._membership.contributing(self._membership.closed + 1)
 
-    def _settle(self, rank: int, incarnation: int, number: int) -> Seat:
-        seat, this = self._seats.member(rank, incarnation), self._seats.closed + 1
+    def _settle(self, rank: int, incarnation: int, number: int) -> MemberState:
+        member, this = self._membership.member(rank, incarnation), self._membership.closed + 1
         if number > this and not self.found:
             raise CenterError(f"Round {number} is not open: this is round {this}. Begin it first.")
-        if number > this:  # we were started again, and so were the shards
-            self._seats.closed = number - 1
+        if number > this:  # the head restarted, and so did the shards
+            self._membership.closed = number - 1
             self._changed()
-        seat.settled = number
-        return seat
+        member.settled = number
+        return member
 
     def _close(self, number: int) -> bool:
         """Close a round if it waits for nobody; return whether it is closed."""
-        if self._seats.close(number):
+        if self._membership.close(number):
             self._changed()
-        return self._seats.closed >= number
+        return self._membership.closed >= number
 
-    def _note(self, rank: int, incarnation: int, row: Row) -> None:
-        known = self._rows.get(rank, Row())
+    def _note(self, rank: int, incarnation: int, row: RankProgress) -> None:
+        known = self._rows.get(rank, RankProgress())
         if incarnation >= known.incarnation and row.exchanges >= known.exchanges:
-            self._rows[rank] = Row(incarnation, row.number, row.steps, row.exchanges, row.seconds)
+            self._rows[rank] = RankProgress(
+                incarnation, row.number, row.steps, row.exchanges, row.seconds
+            )
 
     @property
     def _seal(self) -> list[int]:
@@ -326,11 +331,11 @@ class Head(Founding):
         rows, closed = await self._ask_rows(self.description["shards"])
         for rank, row in rows.items():
             self._note(rank, row.incarnation, row)
-        self._seats.closed = max(self._seats.closed, closed)
+        self._membership.closed = max(self._membership.closed, closed)
         if not self._known:
             self._known = True
-            if self.found:  # we were started again: the members have to join anew
-                self._seats.quiet_until = time.monotonic() + _ANEW
+            if self.found:  # the head restarted: the members have to rejoin
+                self._membership.quiet_until = time.monotonic() + _REJOIN
             # It had started if anybody has exchanged.
             self._started = self._started or any(row.exchanges for row in rows.values())
 
@@ -347,11 +352,11 @@ class Head(Founding):
         waiting.cancel()
 
     async def _tick(self) -> None:
-        """Look who is alive, for all who wait: nobody says that a member has died."""
+        """Look who is alive, for all who wait: the death of a member is not reported."""
         last: list[int] = []
         while True:
-            alive = self._seats.alive()
-            quiet = time.monotonic() < self._seats.quiet_until + 2 * _TICK
+            alive = self._membership.alive()
+            quiet = time.monotonic() < self._membership.quiet_until + 2 * _TICK
             if alive != last or quiet:
                 last = alive
                 self._changed()

@@ -18,7 +18,7 @@ import numpy as np
 from springline.center.center import check_rank, check_settings
 from springline.center.layout import ByteRange
 from springline.center.plan import Plan, nbytes_of
-from springline.center.remote.messages import ClosedRound, Message, Row, Sender, span
+from springline.center.remote.messages import ClosedRound, Message, RankProgress, Sender, span
 from springline.center.token import is_issued, is_same, sign
 from springline.errors import (
     AFTER_NAN,
@@ -139,7 +139,7 @@ class Interceptor:
             raise RankError(f"`{name}` must be different ranks. Received: {reprlib.repr(ranks)}.")
 
     def _row(self, row: Any) -> None:
-        _typed("row", row, Row)
+        _typed("row", row, RankProgress)
         for name in ("incarnation", "number", "steps", "exchanges"):
             _whole(getattr(row, name), name, 0)
         _finite("seconds", row.seconds)

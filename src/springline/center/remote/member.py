@@ -16,12 +16,12 @@ import numpy as np
 from springline.center.blocks import ERRORS
 from springline.center.center import Local, Member, check_finite
 from springline.center.layout import Bytes
-from springline.center.remote.head import BEAT
-from springline.center.remote.messages import Message, Reply, Row, Sender, span
-from springline.center.remote.parts import Parts
+from springline.center.remote.head import HEARTBEAT
+from springline.center.remote.membership import NotAMemberError
+from springline.center.remote.messages import Message, RankProgress, Reply, Sender, span
 from springline.center.remote.peer import Call, PeerLostError
 from springline.center.remote.rounds import Rounds
-from springline.center.remote.seats import NotAMemberError
+from springline.center.remote.worker_blocks import WorkerBlocks
 from springline.center.waiting import wait_until
 from springline.errors import (
     CenterError,
@@ -57,19 +57,20 @@ class RemoteMember(Member):
         self.was_sealed = bool(self.ask_head("sealed"))
         self._incarnation, row, _ = self.ask_head("join", rank, None)
         self.start_step = row.steps
-        self._row = Row(self._incarnation, 0, row.steps, row.exchanges, row.seconds)
+        self._row = RankProgress(self._incarnation, 0, row.steps, row.exchanges, row.seconds)
         self._others = sum(p.exchanges for r, p in enumerate(center.progress()) if r != rank)
         self._turn = threading.RLock()
         self._busy = False
-        self._parts: Parts | None = None  # of the buffers that were exchanged last
+        self._blocks: WorkerBlocks | None = None  # of the buffers that were exchanged last
         self._rounds = Rounds(self) if rule.rounds else None
         self._gone = threading.Event()
-        self._beats = threading.Thread(target=self._beat, name="springline beat", daemon=True)
-        self._beats.start()
+        send, name = self._send_heartbeats, "springline heartbeat"
+        self._heartbeats = threading.Thread(target=send, name=name, daemon=True)
+        self._heartbeats.start()
         try:
             self.ask_head("joined", rank, self._incarnation)
         except BaseException:
-            self._gone.set()  # nobody has this seat
+            self._gone.set()  # nobody has this rank
             raise
 
     def exchange(self, local: Local) -> None:
@@ -79,16 +80,16 @@ class RemoteMember(Member):
             if self._busy:
                 raise CenterError(f"Rank {self.rank} is in the middle of an exchange.")
             start = time.perf_counter()
-            if self._parts is None or self._parts.local is not local:
+            if self._blocks is None or self._blocks.local is not local:
                 where = self.center.plan, self.center.parts
-                self._parts = Parts(*where, self.rule, self.rank, local)
+                self._blocks = WorkerBlocks(*where, self.rule, self.rank, local)
             self._busy = True
             try:
                 with np.errstate(**ERRORS):
                     if self._rounds:
-                        self._rounds.exchange(self._parts)
+                        self._rounds.exchange(self._blocks)
                     else:
-                        self._swap(self._parts)
+                        self._swap(self._blocks)
             finally:
                 self._busy = False
                 local.forget_gradients()
@@ -141,8 +142,8 @@ class RemoteMember(Member):
                 head = self.center.head
                 mine = self.rank, self._incarnation, finished
                 Call(head, "leave", *mine, timeout=5.0).result()
-        if threading.current_thread() is not self._beats:
-            self._beats.join(2 * BEAT)  # nobody is to wait for an answer when Ray is shut down
+        if threading.current_thread() is not self._heartbeats:
+            self._heartbeats.join(2 * HEARTBEAT)  # no call may be open when Ray is shut down
 
     def confirm_finished(self) -> None:
         """Tell a head that may have been restarted meanwhile."""
@@ -167,14 +168,14 @@ class RemoteMember(Member):
     def _has_left(self) -> CenterError:
         return CenterError(f"Rank {self.rank} has left the center; join again to exchange.")
 
-    def _swap(self, parts: Parts) -> None:
+    def _swap(self, blocks: WorkerBlocks) -> None:
         """Exchange under an asynchronous rule: a call to each shard, and its reply."""
-        messages = self.messages(parts)
+        messages = self.messages(blocks)
         calls = [self.ask(k, "exchange", message) for k, message in enumerate(messages)]
         refused: NonFiniteError | None = None
         for k, call in enumerate(calls):
             reply: Reply = call.result()
-            refused = parts.adopt(k, reply) or refused
+            refused = blocks.adopt(k, reply) or refused
             if reply.forgotten and self.rule.adopts_seen:  # for the others it is the usual reply
                 _log.warning(
                     "%s had this exchange already, but its answer is lost: going on from the "
@@ -188,14 +189,14 @@ class RemoteMember(Member):
                 self.ask(k, "discount", sender).result()
             raise refused
 
-    def messages(self, parts: Parts) -> list[Message]:
+    def messages(self, blocks: WorkerBlocks) -> list[Message]:
         """Return what is sent to each shard.
 
         Raises:
             NonFiniteError: it is not finite, and none of it is sent.
         """
-        local = parts.local
-        data = [parts.data(k) for k in range(len(self.center.shards))]
+        local = blocks.local
+        data = [blocks.data(k) for k in range(len(self.center.shards))]
         row = self._row = replace(self._row, number=self._row.number + 1)
         this = self.rank, self._incarnation, row.number
         sender = Sender(*this, local.steps, row.exchanges + 1, row.seconds, self._others)
@@ -219,15 +220,15 @@ class RemoteMember(Member):
         return Call(peer, method, *arguments, timeout=self._patience, check=check).result()
 
     def ask_as_member(self, method: str, *arguments: Any) -> Any:
-        """Call the head as a member; join anew if it has forgotten us."""
+        """Call the head as a member; rejoin if it has forgotten us."""
         self.check_here()
         try:
             return self.ask_head(method, self.rank, self._incarnation, *arguments)
         except NotAMemberError:
-            self._join_anew(self._patience)
+            self._rejoin(self._patience)
             return self.ask_head(method, self.rank, self._incarnation, *arguments)
 
-    def _join_anew(self, patience: float | None) -> None:
+    def _rejoin(self, patience: float | None) -> None:
         for method in ("join", "joined"):
             call = Call(self.center.head, method, self.rank, self._incarnation, timeout=patience)
             call.result()
@@ -242,13 +243,13 @@ class RemoteMember(Member):
 
         wait_until(done, lambda: missing, self.timeout, what)
 
-    def _beat(self) -> None:
-        """Say that we are alive, until we leave."""
-        while not self._gone.wait(BEAT):
+    def _send_heartbeats(self) -> None:
+        """Send heartbeats until we leave."""
+        while not self._gone.wait(HEARTBEAT):
             try:
-                pending = self.center.head.ask("beat", self.rank, self._incarnation, self._row)
-                if not pending.result(BEAT) and not self.left:
-                    self._join_anew(patience=None)  # nobody waits for this thread
+                pending = self.center.head.ask("heartbeat", self.rank, self._incarnation, self._row)
+                if not pending.result(HEARTBEAT) and not self.left:
+                    self._rejoin(patience=None)  # nobody waits for this thread
                     if self._gone.is_set():  # meanwhile
                         self.center.head.tell("leave", self.rank, self._incarnation)
             except (TimeoutError, PeerLostError):
@@ -257,4 +258,4 @@ class RemoteMember(Member):
                 self._problem = error
                 return
             except Exception as error:  # whatever it is, the next one may do
-                _log.warning("Rank %d could not say that it is alive: %s", self.rank, error)
+                _log.warning("A heartbeat of rank %d failed: %s", self.rank, error)

@@ -17,15 +17,15 @@ _FINER = 4  # how many of the layout's shards one of ours holds, about
 
 @dataclass(frozen=True)
 class Sender:
-    """A worker, in one of its lives, at one of its exchanges.
+    """A worker, in one of its incarnations, at one of its exchanges.
 
     Args:
         rank: the worker's.
-        incarnation: larger in every life of the rank.
-        number: of the exchange, larger than all before it in this life.
-        steps: local steps of the rank, over all its lives.
-        exchanges: of the rank, over all its lives, this one included.
-        seconds: spent exchanging, over all its lives, before this one.
+        incarnation: grows with every restart of the rank.
+        number: of the exchange; grows within an incarnation.
+        steps: local steps of the rank, across restarts.
+        exchanges: of the rank, across restarts, this one included.
+        seconds: spent in earlier exchanges, across restarts.
         others: exchanges that the others had made when it joined.
     """
 
@@ -45,16 +45,16 @@ class Sender:
 
 @dataclass(frozen=True)
 class Trouble:
-    """What a shard has to report to whoever watches.
+    """What a shard reports to the launcher.
 
     Args:
-        life: another one whenever it is started.
+        incarnation: another one after every restart.
         failed: why its last checkpoint could not be written, if it could not.
-        lost: exchanges that it had applied before it was restarted, and has not any more.
-        as_of: when the last was that it still has of those, in seconds since the epoch.
+        lost: exchanges that it had applied and lost in a restart.
+        as_of: when it had applied the last that it still has, in seconds since 1970.
     """
 
-    life: str
+    incarnation: str
     failed: str | None
     lost: int
     as_of: float
@@ -120,7 +120,7 @@ class ClosedRound:
 
 
 @dataclass(frozen=True)
-class Row:
+class RankProgress:
     """How far a rank has come, as a shard knows it."""
 
     incarnation: int = 0
@@ -130,13 +130,15 @@ class Row:
     seconds: float = 0.0
 
     def to_json(self) -> list[Any]:
-        """Return what `Row(*values)` takes."""
+        """Return what `RankProgress(*values)` takes."""
         return [self.incarnation, self.number, self.steps, self.exchanges, self.seconds]
 
 
-def latest(found: Sequence[tuple[dict[int, Row], int]]) -> tuple[dict[int, Row], int]:
+def latest(
+    found: Sequence[tuple[dict[int, RankProgress], int]],
+) -> tuple[dict[int, RankProgress], int]:
     """Return of what the shards know of each rank the latest."""
-    rows: dict[int, Row] = {}
+    rows: dict[int, RankProgress] = {}
     for shard, _ in found:
         for rank, row in shard.items():
             known = rows.get(rank, row)

@@ -12,9 +12,9 @@ import contextlib
 import time
 from typing import TYPE_CHECKING
 
-from springline.center.remote.head import BEAT
+from springline.center.remote.head import HEARTBEAT
 from springline.center.remote.messages import ClosedRound, Message, Reply
-from springline.center.remote.parts import Parts
+from springline.center.remote.worker_blocks import WorkerBlocks
 from springline.errors import CenterError, NonFiniteError
 
 _RESENT = 10.0  # seconds that others have to send again what a restarted shard has lost
@@ -30,16 +30,16 @@ class Rounds:
         self._member = member
         self._next = 0  # round that we are in, if we know
 
-    def exchange(self, parts: Parts) -> None:
+    def exchange(self, blocks: WorkerBlocks) -> None:
         """Take part in one round."""
         number, self._next = self._next, 0
         try:
             while not self._next:
                 number = number or self._begin()
-                messages = self._contribute(parts, number)
+                messages = self._contribute(blocks, number)
                 closed = self._close(number)
                 if closed:
-                    self._reduce(parts, messages, closed)
+                    self._reduce(blocks, messages, closed)
                     self._next = number + 1
                 else:  # it was closed without us meanwhile; then we are in the next
                     number = 0
@@ -62,9 +62,9 @@ class Rounds:
         self._member.wait(begin, "the round that is under way")
         return found[0]
 
-    def _contribute(self, parts: Parts, number: int) -> list[Message]:
+    def _contribute(self, blocks: WorkerBlocks, number: int) -> list[Message]:
         """Send our messages to the shards; return them."""
-        messages = self._member.messages(parts)
+        messages = self._member.messages(blocks)
         calls = [self._member.ask(k, "contribute", m, number) for k, m in enumerate(messages)]
         for call in calls:
             call.result()
@@ -88,7 +88,7 @@ class Rounds:
         self._member.wait(contribute, f"round {number}")
         return found[0]
 
-    def _reduce(self, parts: Parts, messages: list[Message], closed: ClosedRound) -> None:
+    def _reduce(self, blocks: WorkerBlocks, messages: list[Message], closed: ClosedRound) -> None:
         """Take a round's mean from every shard."""
         asked = closed, messages[0].sender
         calls = [self._member.ask(k, "reduce", *asked) for k in range(len(messages))]
@@ -97,7 +97,7 @@ class Rounds:
             answer: Reply | list[int] = call.result()
             if isinstance(answer, list):
                 answer = self._reduce_again(k, messages[k], closed)
-            refused = parts.adopt(k, answer) or refused
+            refused = blocks.adopt(k, answer) or refused
         if refused:
             raise refused
 
@@ -116,4 +116,4 @@ class Rounds:
                 return answer
             if time.monotonic() - waited > _RESENT:
                 without += [rank for rank in answer if rank != self._member.rank]
-            time.sleep(BEAT)
+            time.sleep(HEARTBEAT)

@@ -23,13 +23,13 @@ import numpy as np
 
 from springline.center.layout import Bytes, aligned_zeros
 from springline.center.plan import Plan, arrays_of, nbytes_of
-from springline.center.remote.book import Book, Replies, Slots, kept
 from springline.center.remote.checkpoints import Checkpoints
+from springline.center.remote.ledger import Ledger, Replies, Slots, kept
 from springline.center.remote.messages import (
     ClosedRound,
     Message,
+    RankProgress,
     Reply,
-    Row,
     Sender,
     Trouble,
     cut,
@@ -82,9 +82,9 @@ class Shard:
         self._state = aligned_zeros(nbytes_of(entries))
         self._steps = Steps(self.plan, rule, ranges, self._center, arrays_of(entries, self._state))
         self._ready = False
-        self.life = uuid.uuid4().hex
-        self._as_of = self._back_to = time.time()  # the last exchange; the last before this life
-        self._book = Book()
+        self.incarnation = uuid.uuid4().hex
+        self._as_of = self._back_to = time.time()  # the last exchange; the last before the restart
+        self._ledger = Ledger()
         self._replies = Replies(kept(len(self._center)))
         self._slots = Slots()
         self._lease = 0  # of the last worker that has sent first values
@@ -105,12 +105,12 @@ class Shard:
         """Give a new center its first values; they are in the storage when this returns."""
         if self._checkpoints:
             self._checkpoints.open()
-        if any(row.incarnation for row in self._book.rows().values()):
+        if any(row.incarnation for row in self._ledger.rows().values()):
             raise forgotten()
         with self._turn:
             np.copyto(self._center, center)
             np.copyto(self._state, state)
-            self._book = Book(steps)
+            self._ledger = Ledger(steps)
             self._slots = Slots()
             self._ready = True
         self.save()
@@ -118,7 +118,7 @@ class Shard:
     def seal(self, lease: int, center: Bytes) -> bool:
         """Take other first values; False if a later lease has, or somebody has exchanged."""
         with self._turn:
-            if lease < self._lease or any(row.exchanges for row in self._book.rows().values()):
+            if lease < self._lease or any(row.exchanges for row in self._ledger.rows().values()):
                 return False
             self._lease = lease
             np.copyto(self._center, center)
@@ -129,11 +129,11 @@ class Shard:
         """Apply a worker's exchange, once."""
         sender = message.sender
         self._check_ready()
-        with self._book.alone(sender), self._turn:
-            if self._book.applied(sender):
+        with self._ledger.alone(sender), self._turn:
+            if self._ledger.applied(sender):
                 return self._replies.to(sender) or Reply(self._steps.published(), forgotten=True)
             self._replies.forget(sender.rank)
-            before = self._book.rows().get(sender.rank, Row())
+            before = self._ledger.rows().get(sender.rank, RankProgress())
             reply = self._steps.exchange(message, self._exchange(sender))
             if self._rule.adopts_seen or reply.refused:
                 self._replies.keep(sender, reply)
@@ -148,7 +148,7 @@ class Shard:
         Args:
             sender: of that exchange, with the steps and exchanges before it.
         """
-        self._book.discount(sender)
+        self._ledger.discount(sender)
 
     def contribute(self, message: Message, number: int) -> None:
         """Take a worker's message for a round."""
@@ -171,7 +171,7 @@ class Shard:
         """
         self._check(sender)
         number, contributors = closed.number, closed.contributors
-        if self._book.restarted:
+        if self._ledger.restarted:
             contributors = [rank for rank in contributors if rank not in without]
         with self._turn:
             if self._slots.reduced < number:
@@ -197,11 +197,11 @@ class Shard:
         with self._turn:
             return self._center.copy(), self._state.copy()
 
-    def rows(self) -> tuple[dict[int, Row], int]:
+    def rows(self) -> tuple[dict[int, RankProgress], int]:
         """Return how far each rank has come, and the last round."""
         if self._checkpoints:
             self._check_ready()
-        return self._book.rows(), self._slots.reduced
+        return self._ledger.rows(), self._slots.reduced
 
     def save(self) -> None:
         """Write a checkpoint now, if there is a storage; never over what could not be read."""
@@ -211,8 +211,8 @@ class Shard:
     def trouble(self) -> Trouble:
         """Return what whoever watches should know of."""
         failed = self._checkpoints.failed if self._checkpoints else None
-        lost = 0 if self.plan.rounds else self._book.lost  # rounds are made again
-        return Trouble(self.life, failed, lost, self._back_to)
+        lost = 0 if self.plan.rounds else self._ledger.lost  # rounds are made again
+        return Trouble(self.incarnation, failed, lost, self._back_to)
 
     def _collect(self) -> Saved:
         """Return what a checkpoint holds: center, state and rows of one moment."""
@@ -220,14 +220,14 @@ class Shard:
             header = {
                 "span": [self._start, self._stop],
                 "round": self._slots.reduced,
-                "rows": self._book.to_json(),
+                "rows": self._ledger.to_json(),
                 "time": self._as_of,
             }
             return header, {"center": self._center.copy(), "state": self._state.copy()}
 
     def _exchange(self, sender: Sender) -> Exchange:
         """Return what the rule may know of a worker's exchange."""
-        rows = self._book.rows()
+        rows = self._ledger.rows()
         mine = rows[sender.rank].exchanges if sender.rank in rows else 0
         others = sum(row.exchanges for row in rows.values()) - mine
         worker = sender.rank, sender.incarnation
@@ -238,7 +238,7 @@ class Shard:
 
     def _check(self, sender: Sender) -> None:
         self._check_ready()
-        self._book.check(sender)
+        self._ledger.check(sender)
 
     def _check_ready(self) -> None:
         if self._ready:
@@ -250,7 +250,7 @@ class Shard:
             raise self._problem
 
     def _note(self, sender: Sender) -> None:
-        self._book.note(sender)
+        self._ledger.note(sender)
         self._as_of = time.time()
         if self._checkpoints:
             self._checkpoints.count()
@@ -273,7 +273,7 @@ class Shard:
             return
         np.copyto(self._center, tensors["center"])
         np.copyto(self._state, tensors["state"])
-        self._book = Book.from_json(header["rows"])
+        self._ledger = Ledger.from_json(header["rows"])
         self._slots = Slots(header["round"])
         self._as_of = self._back_to = header["time"]
         self._ready = True

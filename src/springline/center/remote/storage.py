@@ -3,9 +3,8 @@
 Every name has two slots that are written in turn, so that the last good one always survives. A slot
 is safetensors with the JSON in it and checksums, so that a damaged one is noticed.
 
-Whoever reads a checkpoint to go on from it begins a new life, and whoever wrote it has ended, as
-far as it can tell. Should that one be alive all the same, cut off from the others, it finds that a
-later life has written, and is refused.
+A process that restores from a checkpoint begins a new epoch, which fences writers of earlier ones:
+one that is still alive, cut off from the others, finds checkpoints of a later epoch and is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from springline.files import open_regular
 from springline.sealed import TensorFile, read_metadata, reading, write_tensors
 
 _HEADER = "header"
-_BEGINNING = 4096  # bytes of a slot, enough for the number and the life it was written in
+_BEGINNING = 4096  # bytes of a slot, enough for its number and its epoch
 Tensors = Mapping[str, NDArray[Any]]
 Saved = tuple[dict[str, Any], dict[str, NDArray[Any]]]  # the JSON and the tensors
 _log = logging.getLogger("springline")
@@ -43,7 +42,7 @@ class Storage:
     def __init__(self, place: str) -> None:
         self.place = place
         self._written: dict[str, int] = {}  # the number of the last checkpoint of a name
-        self._life = time.time_ns()
+        self._epoch = time.time_ns()
         self._fs: Any = None
         if "://" in place:
             try:
@@ -68,20 +67,20 @@ class Storage:
         """Write a checkpoint into the slot that does not hold the newest one.
 
         Raises:
-            CheckpointError: it cannot be written, or a later life has.
+            CheckpointError: it cannot be written, or a later epoch has.
         """
         tensors = dict(tensors or {})
         marks = [self._mark(self._slot(name, number)) for number in (0, 1)]
-        if name in self._written and max(life for _, life in marks) > self._life:
+        if name in self._written and max(epoch for _, epoch in marks) > self._epoch:
             raise CheckpointError(
                 f"The checkpoints of {name} in {self.place} are written by somebody else by now, "
                 "who has gone on from there. What this one has is not written any more."
             )
         if max(number for number, _ in marks) > self._written.get(name, -1):
-            self.read(name)  # for the first time; or an earlier life has written again
+            self.read(name)  # for the first time; or an earlier epoch has written again
         number = self._written.get(name, 0) + 1
         tensors[_HEADER] = np.frombuffer(json.dumps(dict(header)).encode(), np.uint8)
-        mark = {"number": str(number), "life": str(self._life)}
+        mark = {"number": str(number), "life": str(self._epoch)}
         path = self._slot(name, number)
         if self._fs is None:
             write_file(Path(path), lambda file: write_tensors(file, tensors, mark))
@@ -131,14 +130,14 @@ class Storage:
         data = self._bytes(path)
         if data is None:
             return None
-        number, life = _mark_in(data)
-        self._life = max(self._life, life + 1)  # clocks differ between machines
+        number, epoch = _mark_in(data)
+        self._epoch = max(self._epoch, epoch + 1)  # clocks differ between machines
         with reading(path, "Put a copy back, or remove it.", CheckpointError):
             tensors = TensorFile(data).tensors()
             return number, (json.loads(tensors.pop(_HEADER).tobytes()), tensors)
 
     def _mark(self, path: str) -> tuple[int, int]:
-        """Return the number and the life of what was last written to a slot, whole or not."""
+        """Return the number and the epoch of what was last written to a slot, whole or not."""
         try:
             return _mark_in(self._bytes(path, _BEGINNING) or b"")
         except CheckpointError:  # some have no part of a file that is empty
@@ -162,7 +161,7 @@ class Storage:
 
 
 def _mark_in(data: bytes) -> tuple[int, int]:
-    """Return the number and the life that a file was written with; zeros if there are none."""
+    """Return the number and the epoch that a file was written with; zeros if there are none."""
     try:
         metadata = read_metadata(data)
         return int(metadata["number"]), int(metadata["life"])

@@ -1,4 +1,4 @@
-"""What a head has written down of its center, so that it is found again."""
+"""The record of a center in its storage, by which a head that restarts finds it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from springline.errors import CenterError
 NAME = "head"
 
 
-class Founding:
-    """What a head knows of its center.
+class Registration:
+    """A center that a head makes, or finds.
 
     Args:
         storage: where it is written down, if anywhere.

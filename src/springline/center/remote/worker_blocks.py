@@ -1,4 +1,4 @@
-"""A worker's buffers, laid out as the parts of a remote center: what is sent, what is adopted."""
+"""A worker's buffers, cut like the shards of a remote center: what is sent, what is adopted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from springline.errors import NonFiniteError
 from springline.rules.rule import Rule
 
 
-class Parts:
+class WorkerBlocks:
     """The blocks of each shard in a worker's buffers.
 
     Args:

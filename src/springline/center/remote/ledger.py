@@ -1,4 +1,4 @@
-"""What a shard keeps of each rank: how far it has come, its last reply, its part in open rounds."""
+"""The ledger of a shard: each rank's applied exchanges, its last reply, its part in open rounds."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from springline.center.layout import Bytes
-from springline.center.remote.messages import Reply, Row, Sender
+from springline.center.remote.messages import RankProgress, Reply, Sender
 from springline.errors import taken_over
 
 _KEPT = 4, 1 << 28  # replies that are kept: so many, or more in so many bytes
 
 
-class Book:
-    """The rows of all ranks: which exchange of each is in the center.
+class Ledger:
+    """The ledger of applied exchanges: a row per rank.
 
     Args:
         steps: of each rank, before this center.
@@ -27,7 +27,7 @@ class Book:
     """
 
     def __init__(self, steps: Sequence[int] = ()) -> None:
-        self._rows = {rank: Row(steps=n) for rank, n in enumerate(steps)}
+        self._rows = {rank: RankProgress(steps=n) for rank, n in enumerate(steps)}
         self._turns: dict[int, threading.Lock] = {}
         self.restarted = False
         self._heard: set[int] = set()  # ranks that have exchanged since the restart
@@ -35,18 +35,18 @@ class Book:
         self._table = threading.Lock()  # of the dictionaries above
 
     @classmethod
-    def from_json(cls, rows: Mapping[str, Any]) -> Book:
+    def from_json(cls, rows: Mapping[str, Any]) -> Ledger:
         """Read what `to_json` wrote."""
-        book = cls()
-        book._rows = {int(rank): Row(*row) for rank, row in rows.items()}
-        book.restarted = True
-        return book
+        ledger = cls()
+        ledger._rows = {int(rank): RankProgress(*row) for rank, row in rows.items()}
+        ledger.restarted = True
+        return ledger
 
     def to_json(self) -> dict[str, Any]:
         """Return what `from_json` takes."""
         return {str(rank): row.to_json() for rank, row in self.rows().items()}
 
-    def rows(self) -> dict[int, Row]:
+    def rows(self) -> dict[int, RankProgress]:
         """Return how far each rank has come."""
         with self._table:
             return dict(self._rows)
@@ -71,7 +71,7 @@ class Book:
             TakenOverError: a later incarnation of the rank has been here.
         """
         with self._table:
-            row = self._rows.get(sender.rank, Row())
+            row = self._rows.get(sender.rank, RankProgress())
             if sender.incarnation < row.incarnation:
                 raise taken_over(sender.rank)
             if sender.incarnation > row.incarnation:
@@ -80,24 +80,26 @@ class Book:
     def applied(self, sender: Sender) -> bool:
         """Whether an exchange is in the center."""
         with self._table:
-            row = self._rows.get(sender.rank, Row())
+            row = self._rows.get(sender.rank, RankProgress())
         return sender.at <= (row.incarnation, row.number)
 
     def note(self, sender: Sender) -> None:
         """Write down that an exchange is in the center, as far as it was not refused."""
         with self._table:
-            known = self._rows.get(sender.rank, Row())
+            known = self._rows.get(sender.rank, RankProgress())
             if self.restarted and sender.rank not in self._heard:
                 self._heard.add(sender.rank)
                 self.lost += max(0, sender.exchanges - 1 - known.exchanges)
             if sender.at >= (known.incarnation, known.number):
                 done = sender.steps, sender.exchanges
-                self._rows[sender.rank] = Row(*sender.at, *done, seconds=float(sender.seconds))
+                self._rows[sender.rank] = RankProgress(
+                    *sender.at, *done, seconds=float(sender.seconds)
+                )
 
     def discount(self, sender: Sender) -> None:
         """Do not count a rank's last exchange: it has steps and exchanges as `sender` says."""
         with self._table:
-            row = self._rows.get(sender.rank, Row())
+            row = self._rows.get(sender.rank, RankProgress())
             if (row.incarnation, row.number) == sender.at:
                 before = {"steps": sender.steps, "exchanges": sender.exchanges}
                 self._rows[sender.rank] = replace(row, **before)

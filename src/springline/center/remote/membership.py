@@ -16,8 +16,8 @@ class NotAMemberError(CenterError):
 
 
 @dataclass
-class Seat:
-    """A member."""
+class MemberState:
+    """What the head knows of a member."""
 
     incarnation: int
     heard: float
@@ -35,7 +35,7 @@ class Lease:
     number: int = 0
 
 
-class Seats:
+class Membership:
     """All members, dead or alive.
 
     Args:
@@ -43,14 +43,14 @@ class Seats:
         token: the center's.
 
     Attributes:
-        of: the seats, by rank.
+        members: by rank.
         quiet_until: no round is closed before.
         closed: the last round that was.
         contributors: of the last few rounds.
     """
 
     def __init__(self, grace: float, token: str) -> None:
-        self.of: dict[int, Seat] = {}
+        self.members: dict[int, MemberState] = {}
         self.quiet_until = 0.0
         self.closed = 0
         self.contributors: dict[int, list[int]] = {}
@@ -58,29 +58,29 @@ class Seats:
         self._token = token
         self._lease = Lease()
 
-    def is_alive(self, seat: Seat) -> bool:
+    def is_alive(self, member: MemberState) -> bool:
         """Whether it was heard of lately."""
-        return time.monotonic() - seat.heard < self._grace
+        return time.monotonic() - member.heard < self._grace
 
     def alive(self) -> list[int]:
         """Return the ranks that were heard of lately."""
-        return sorted(rank for rank, seat in self.of.items() if self.is_alive(seat))
+        return sorted(rank for rank, member in self.members.items() if self.is_alive(member))
 
-    def find(self, rank: int, incarnation: int) -> Seat | None:
-        """Return a member's seat; None if it has none, or another has it."""
-        seat = self.of.get(rank)
-        return seat if seat and seat.incarnation == incarnation else None
+    def find(self, rank: int, incarnation: int) -> MemberState | None:
+        """Return a member; None if it is not one, or another has the rank."""
+        member = self.members.get(rank)
+        return member if member and member.incarnation == incarnation else None
 
-    def member(self, rank: int, incarnation: int) -> Seat:
-        """Return a member's seat.
+    def member(self, rank: int, incarnation: int) -> MemberState:
+        """Return a member.
 
         Raises:
-            NotAMemberError: it has none.
+            NotAMemberError: it is not one.
         """
-        seat = self.find(rank, incarnation)
-        if seat is None:
-            raise NotAMemberError("The head does not know this member; it has to join anew.")
-        return seat
+        member = self.find(rank, incarnation)
+        if member is None:
+            raise NotAMemberError("The head does not know this member; it has to rejoin.")
+        return member
 
     def lease(
         self, rank: int, incarnation: int, changed: bool, held: int
@@ -97,11 +97,11 @@ class Seats:
 
     def pending(self, number: int) -> list[int]:
         """Return whom a round waits for."""
-        return [rank for rank in self.alive() if self.of[rank].settled < number]
+        return [rank for rank in self.alive() if self.members[rank].settled < number]
 
     def contributing(self, number: int) -> list[int]:
         """Return who has contributed to a round, of those who are alive."""
-        return [rank for rank in self.alive() if self.of[rank].contributed == number]
+        return [rank for rank in self.alive() if self.members[rank].contributed == number]
 
     def close(self, number: int) -> bool:
         """Close a round if it waits for nobody; return whether that was done now."""
