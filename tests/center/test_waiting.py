@@ -54,26 +54,26 @@ def locks(request, tmp_path):
 
 def test_a_lock_is_taken_once_and_asking_never_takes_it(locks):
     assert not locks.held(RANK)
-    assert locks.take(RANK)
-    assert not locks.take(RANK)
+    assert locks.try_acquire(RANK)
+    assert not locks.try_acquire(RANK)
     assert locks.held(RANK)
-    assert locks.take(RANK + 1)
+    assert locks.try_acquire(RANK + 1)
     locks.release(RANK)
     assert not locks.held(RANK)
     assert locks.held(RANK + 1)
-    assert locks.take(RANK)
+    assert locks.try_acquire(RANK)
 
 
 def test_a_lock_is_given_back_after_an_error(locks):
-    with pytest.raises(ZeroDivisionError), locks.hold(0):
+    with pytest.raises(ZeroDivisionError), locks.acquire(0):
         raise ZeroDivisionError
-    assert locks.take(0)
+    assert locks.try_acquire(0)
 
 
 def test_two_users_of_a_lock_file_exclude_each_other_in_one_process_too(tmp_path):
     one, two = RecordLocks(tmp_path / "lock"), RecordLocks(tmp_path / "lock")
-    assert one.take(RANK)
-    assert not two.take(RANK)
+    assert one.try_acquire(RANK)
+    assert not two.try_acquire(RANK)
     assert two.held(RANK)
     assert two.holder(RANK) == os.getpid()
     two.close()
@@ -81,13 +81,13 @@ def test_two_users_of_a_lock_file_exclude_each_other_in_one_process_too(tmp_path
     one.close()
     with contextlib.closing(RecordLocks(tmp_path / "lock")) as three:
         assert three.holder(RANK) is None
-        assert three.take(RANK)
+        assert three.try_acquire(RANK)
 
 
 def test_a_lock_is_not_waited_for_beyond_the_timeout(locks):
-    assert locks.take(SHARD + 3)
+    assert locks.try_acquire(SHARD + 3)
     words = "Waited 0.01 s for part 3 of the center; missing: another thread of this process"
-    with pytest.raises(RoundTimeoutError, match=words), locks.hold(SHARD + 3, 0.01):
+    with pytest.raises(RoundTimeoutError, match=words), locks.acquire(SHARD + 3, 0.01):
         pass
 
 

@@ -163,7 +163,7 @@ def test_the_center_is_saved_again_and_again_and_the_watching_never_waits(start_
         return len(saved) > 3
 
     wait_for(saved_anew)
-    with SharedCenter.open(run.path / "center") as center, center.locks.hold(SHARD):
+    with SharedCenter.open(run.path / "center") as center, center.locks.acquire(SHARD):
         # As if a worker had been stopped in the middle of an exchange: the checkpoint waits.
         wait_for(lambda: time.time() - run.state.checkpoint > 1)
         os.kill(run.running(1), signal.SIGKILL)

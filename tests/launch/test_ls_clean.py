@@ -175,7 +175,7 @@ def test_a_center_that_cannot_be_saved_stays(command, tmp_path, own_tmpfs):
 
 def hold(pipe, tmpfs, directory):
     place.TMPFS = tmpfs
-    with create(directory) as center, center.locks.hold(CREATE):
+    with create(directory) as center, center.locks.acquire(CREATE):
         pipe.send("held")
         os.kill(os.getpid(), signal.SIGSTOP)
 

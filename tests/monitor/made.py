@@ -41,7 +41,7 @@ def launcher_alive(run):
     """Hold what a launcher holds for as long as it lives."""
     run.mkdir(parents=True, exist_ok=True)
     lock = RecordLocks(run / "lock")
-    lock.take(0)
+    lock.try_acquire(0)
     try:
         yield
     finally:

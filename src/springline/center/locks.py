@@ -40,8 +40,8 @@ _NAMES = {
 class Locks(ABC):
     """Exclusive locks between the threads and processes that share a center.
 
-    They are asked for again and again, never waited for in the kernel: a wait can then tell for
-    whom, end after a time, and hear a Ctrl-C.
+    They are polled, never waited for in the kernel: a wait can then name the holder, time out and
+    hear a Ctrl-C.
     """
 
     def __init__(self) -> None:
@@ -49,37 +49,39 @@ class Locks(ABC):
         self._ours: set[int] = set()
 
     @contextlib.contextmanager
-    def hold(self, number: int, timeout: float | None = None) -> Iterator[None]:
-        """Wait for a lock and hold it; no signal handler runs meanwhile.
+    def acquire(self, number: int, timeout: float | None = None) -> Iterator[None]:
+        """Wait for a lock and hold it inside the `with`; no signal handler runs meanwhile.
 
         Raises:
             RoundTimeoutError: others have kept it for longer than `timeout` seconds.
         """
         with deferred():
-            if not self.take(number):
+            if not self.try_acquire(number):
                 what = _NAMES.get(number) or f"part {number - SHARD} of the center"
-                wait_until(lambda: self.take(number), lambda: [self.who(number)], timeout, what)
+                wait_until(
+                    lambda: self.try_acquire(number), lambda: [self.who(number)], timeout, what
+                )
             try:
                 yield
             finally:
                 self.release(number)
 
-    def take(self, number: int) -> bool:
-        """Take a lock if it is free."""
+    def try_acquire(self, number: int) -> bool:
+        """Acquire a lock if it is free."""
         with deferred(), self._guard:
-            if number in self._ours or not self._take_from_others(number):
+            if number in self._ours or not self._try_acquire_elsewhere(number):
                 return False
             self._ours.add(number)
             return True
 
     def release(self, number: int) -> None:
-        """Give a lock back."""
+        """Release a lock."""
         with deferred(), self._guard:
-            self._give_back(number)
+            self._release_elsewhere(number)
             self._ours.discard(number)
 
     def held(self, number: int) -> bool:
-        """Whether anybody, this process included, holds a lock. Never takes it."""
+        """Whether anybody, this process included, holds a lock. Never acquires it."""
         return number in self._ours or self.held_elsewhere(number)
 
     def holder(self, number: int) -> int | None:
@@ -97,10 +99,10 @@ class Locks(ABC):
         return describe_process(process)
 
     @abstractmethod
-    def _take_from_others(self, number: int) -> bool: ...
+    def _try_acquire_elsewhere(self, number: int) -> bool: ...
 
     @abstractmethod
-    def _give_back(self, number: int) -> None: ...
+    def _release_elsewhere(self, number: int) -> None: ...
 
     @abstractmethod
     def held_elsewhere(self, number: int) -> bool:
@@ -110,10 +112,10 @@ class Locks(ABC):
 class ThreadLocks(Locks):
     """Locks between the threads of one process."""
 
-    def _take_from_others(self, number: int) -> bool:
+    def _try_acquire_elsewhere(self, number: int) -> bool:
         return True
 
-    def _give_back(self, number: int) -> None:
+    def _release_elsewhere(self, number: int) -> None:
         """Nobody else knows of it."""
 
     def held_elsewhere(self, number: int) -> bool:
@@ -168,7 +170,7 @@ class RecordLocks(Locks):
         rank = next((r for r in range(ranks) if self.holder(RANK + r) == process), None)
         return describe_process(process) if rank is None else describe_rank(rank, process)
 
-    def _take_from_others(self, number: int) -> bool:
+    def _try_acquire_elsewhere(self, number: int) -> bool:
         try:
             self._ask(fcntl.F_OFD_SETLK, fcntl.F_WRLCK, number)
         except OSError as error:
@@ -185,7 +187,7 @@ class RecordLocks(Locks):
             os.pwrite(self._fd, self._ID.pack(os.getpid()), self._ID.size * number)
         return True
 
-    def _give_back(self, number: int) -> None:
+    def _release_elsewhere(self, number: int) -> None:
         self._ask(fcntl.F_OFD_SETLK, fcntl.F_UNLCK, number)
 
     def _ask(self, command: int, kind: int, number: int) -> int:

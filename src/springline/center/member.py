@@ -128,7 +128,7 @@ class MemoryMember(Member):
         self.check_here()
         if not self.was_sealed:
             center = self.center
-            with center.locks.hold(CREATE, self.timeout):
+            with center.locks.acquire(CREATE, self.timeout):
                 if not center.sealed:
                     check_finite(center.layout, center.layout.views(x))
                     np.copyto(center.memory.center, x)
@@ -218,7 +218,7 @@ class MemoryMember(Member):
         return waited > _STOPPED and all(is_stopped(process) for process in holders)
 
     def _exchange_shard(self, k: int, local: Local, exchange: Exchange) -> bool:
-        if not self.center.take_shard(k):
+        if not self.center.try_acquire_shard(k):
             return False
         try:
             for i, side in enumerate(self._sides[k]):

@@ -87,25 +87,25 @@ class MemoryCenter(Center):
         """Hold a shard's lock, if this center has locks."""
         if not self.plan.use_locking:
             return nullcontext()
-        return self._hold_shard(shard)
+        return self._acquire_shard(shard)
 
     @contextlib.contextmanager
-    def _hold_shard(self, shard: int) -> Iterator[None]:
-        with self.locks.hold(SHARD + shard, self.timeout):
+    def _acquire_shard(self, shard: int) -> Iterator[None]:
+        with self.locks.acquire(SHARD + shard, self.timeout):
             self._finish(shard)
             yield
 
-    def take_shard(self, shard: int) -> bool:
-        """Take a shard's lock, if it is free or this center has none."""
+    def try_acquire_shard(self, shard: int) -> bool:
+        """Acquire a shard's lock, if it is free or this center has none."""
         if not self.plan.use_locking:
             return True
-        if not self.locks.take(SHARD + shard):
+        if not self.locks.try_acquire(SHARD + shard):
             return False
         self._finish(shard)
         return True
 
     def release_shard(self, shard: int) -> None:
-        """Give a shard's lock back."""
+        """Release a shard's lock."""
         if self.plan.use_locking:
             self.locks.release(SHARD + shard)
 
@@ -144,7 +144,7 @@ class MemoryCenter(Center):
         self.check_join(rank, rule, timeout)
         self.timeout = timeout if self.timeout is None else self.timeout
         with deferred():
-            if not self._take_rank(RANK + rank):
+            if not self._acquire_rank(RANK + rank):
                 raise rank_in_use(rank, self.members())
             try:
                 member = MemoryMember(self, int(rank), rule, timeout)
@@ -154,14 +154,14 @@ class MemoryCenter(Center):
             self._members.append(member)
             return member
 
-    def _take_rank(self, number: int) -> bool:
-        """Take a rank's lock.
+    def _acquire_rank(self, number: int) -> bool:
+        """Acquire a rank's lock, if it is free.
 
         A process that was killed while it forked has left it to its child, which closes it as the
         first thing that it does.
         """
         deadline = time.monotonic() + _FORKED
-        while not self.locks.take(number):
+        while not self.locks.try_acquire(number):
             holder = self.locks.holder(number)
             if is_alive(holder) or time.monotonic() > deadline:
                 return False
@@ -172,7 +172,7 @@ class MemoryCenter(Center):
         """Write a checkpoint; two processes that save at once take turns."""
         self.check_process()
         center, state = self.layout.allocate(), np.zeros_like(self.memory.state)
-        with self.locks.hold(CHECKPOINT, self.timeout):
+        with self.locks.acquire(CHECKPOINT, self.timeout):
             self.check_current()
             version, steps = self.version, [rank.steps for rank in self.progress()]
             self._copy(center, state)

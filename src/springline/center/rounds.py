@@ -47,7 +47,7 @@ class Rounds:
         Whoever had this rank may have died after a round was closed: it is reduced first, so that
         who joins takes a whole center.
         """
-        with self._locks.hold(ROUND, self._member.timeout):
+        with self._locks.acquire(ROUND, self._member.timeout):
             this = self._open_round()
             self._row[CONTRIBUTED] = self._row[ADOPTED] = 0
             self._row[SETTLED] = this if self._contributors(this) else this - 1
@@ -75,7 +75,7 @@ class Rounds:
 
     def _withdraw(self, this: int) -> None:
         """Leave a round that we cannot finish, so that nobody waits for us in it."""
-        with self._locks.hold(ROUND, self._member.timeout):
+        with self._locks.acquire(ROUND, self._member.timeout):
             if self._memory.head[CLOSED] < this:
                 self._row[CONTRIBUTED] = 0
                 self._row[SETTLED] = this
@@ -107,7 +107,7 @@ class Rounds:
 
         def may_contribute() -> bool:
             self._here()
-            with self._locks.hold(ROUND, self._member.timeout):
+            with self._locks.acquire(ROUND, self._member.timeout):
                 this = self._open_round()
                 if self._row[SETTLED] < this:
                     return True
@@ -143,7 +143,7 @@ class Rounds:
                 np.copyto(self._member.blocks.view(block.range, slot), message)
 
     def _settle(self, this: int, contributed: bool) -> None:
-        with self._locks.hold(ROUND, self._member.timeout):
+        with self._locks.acquire(ROUND, self._member.timeout):
             self._row[CONTRIBUTED] = this if contributed else 0
             self._row[SETTLED] = this
 
@@ -155,7 +155,7 @@ class Rounds:
     def _closed(self, this: int) -> bool:
         self._here()
         if self._memory.head[CLOSED] < this:
-            with self._locks.hold(ROUND, self._member.timeout):
+            with self._locks.acquire(ROUND, self._member.timeout):
                 self._close(this)
         return bool(self._memory.head[CLOSED] >= this)
 
@@ -188,7 +188,7 @@ class Rounds:
         Raises:
             NonFiniteError: a block was refused: the step of the outer optimizer overflows.
         """
-        with self._locks.hold(ROUND, self._member.timeout):
+        with self._locks.acquire(ROUND, self._member.timeout):
             this = int(self._memory.head[CLOSED])
             members = np.flatnonzero(self._memory.ranks[:, MEMBER_OF] == this)
             if sides is None:
@@ -199,7 +199,7 @@ class Rounds:
         todo = [(first + k) % n for k in range(n)] if this and slots else []
 
         def reduce(k: int) -> bool:
-            if not self._center.take_shard(k):
+            if not self._center.try_acquire_shard(k):
                 return False
             try:
                 if reduced[k] < this:

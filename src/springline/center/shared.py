@@ -90,7 +90,7 @@ class SharedCenter(MemoryCenter):
         plan = Plan.of(layout, rule, use_locking)
         locks = open_locks(directory)
         try:
-            with locks.hold(CREATE, timeout):
+            with locks.acquire(CREATE, timeout):
                 found = read_layout(directory)
                 if found is None or not belongs(found[1], directory):
                     _check_unused(directory, plan, locks)
@@ -145,7 +145,7 @@ class SharedCenter(MemoryCenter):
     def join(self, rank: int, rule: Rule, timeout: float | None = None) -> MemoryMember:
         """Become the worker of that rank."""
         self.check_process()
-        with self.locks.hold(CREATE, timeout):
+        with self.locks.acquire(CREATE, timeout):
             self.check_current()
             return super().join(rank, rule, timeout)
 
@@ -163,9 +163,9 @@ class SharedCenter(MemoryCenter):
 
     def keep(self) -> None:
         """Keep the center until it is closed: nobody makes other memory for it, or frees it."""
-        with self.locks.hold(CREATE, self.timeout):
+        with self.locks.acquire(CREATE, self.timeout):
             self.check_current()
-            self._kept = self.locks.take(KEEPER)
+            self._kept = self.locks.try_acquire(KEEPER)
 
     def move(self, directory: Path) -> None:
         """Take note of where the center's directory is now."""
@@ -204,7 +204,7 @@ class SharedCenter(MemoryCenter):
         memory of a center that a launcher keeps is freed by the launcher, when the run ends.
         """
         self.check_process()
-        with self.locks.hold(CREATE, self.timeout):
+        with self.locks.acquire(CREATE, self.timeout):
             if self.members():
                 raise CenterError(f"Workers are still members: ranks {self.members()}.")
             self.save()
@@ -224,7 +224,7 @@ class SharedCenter(MemoryCenter):
         if self._closed or os.getpid() != self._process:
             return
         try:
-            with self.locks.hold(CREATE, self.timeout):
+            with self.locks.acquire(CREATE, self.timeout):
                 ranks = self.memory.ranks
                 ranks[rank, ENDS] = 1
                 others = [r for r in range(self.plan.workers) if not ranks[r, ENDS]]

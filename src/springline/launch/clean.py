@@ -61,7 +61,7 @@ def retire_unused(directory: Path) -> bool:
         Whether it is freed.
     """
     with contextlib.closing(open_locks(directory)) as locks:
-        if not locks.take(CREATE):
+        if not locks.try_acquire(CREATE):
             return False
         found = read_layout(directory)
         if found is None:  # whoever made it was killed

@@ -53,7 +53,7 @@ class RunDirectory:
                 f"Cannot use {path or 'runs/'} for a run: {error.strerror}. "
                 "Give a directory that you may write to with `--run`."
             ) from error
-        if not self._lock.take(0):
+        if not self._lock.try_acquire(0):
             self._lock.close()
             raise LaunchError(
                 f"A run is going on in {self.path}. Watch it with `springline top {self.path}`, "

@@ -97,7 +97,7 @@ def _alone_in(directory: Path) -> RecordLocks | None:
     """
     locks, owner, here = RecordLocks(directory / "lock"), directory / "machine", platform.node()
     try:
-        taken = locks.take(_OURS)
+        taken = locks.try_acquire(_OURS)
     except CenterError as error:
         locks.close()
         _log.warning("Two groups in %s would not notice each other: %s", directory, error)
