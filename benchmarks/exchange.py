@@ -29,7 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from springline import AGN, SharedCenter
 from springline.center import Layout
-from springline.center.place import TMPFS
+from springline.center.memory_file import TMPFS
 from springline.rules import Adam
 
 EACH = 4  # memcpys and exchanges of a worker in a block, if there are several workers

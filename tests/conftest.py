@@ -21,7 +21,7 @@ import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 from springline import progress  # noqa: E402
-from springline.center import place  # noqa: E402
+from springline.center import memory_file  # noqa: E402
 
 collect_ignore_glob = ["conftest.py", "*/conftest.py"]  # they hold no doctests
 settings.register_profile("springline", deadline=None)  # a busy machine is no error
@@ -31,7 +31,7 @@ settings.load_profile("springline")
 def memories_below(path):
     """The memories in the tmpfs of centers whose directory is `path` or below it."""
     found = []
-    for home in place.TMPFS.glob("springline-*"):
+    for home in memory_file.TMPFS.glob("springline-*"):
         with contextlib.suppress(OSError):  # other runs come and go
             owner = Path((home / "run").read_text())
             if path == owner or path in owner.parents:
@@ -57,7 +57,7 @@ def tmpfs(tmp_path, monkeypatch):
     """A tmpfs of our own, as far as this process can tell."""
     own = tmp_path / "shm"
     own.mkdir()
-    monkeypatch.setattr(place, "TMPFS", own)
+    monkeypatch.setattr(memory_file, "TMPFS", own)
     return own
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from springline.center import CenterError
-from springline.center.place import TMPFS
+from springline.center.memory_file import TMPFS
 from springline.launch.directory import RUNS, LaunchError, find_run, is_at_work, short
 from springline.launch.export import export as export_center
 from springline.launch.launcher import Launcher

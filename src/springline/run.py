@@ -1,7 +1,7 @@
 """The run a script is part of, found in the environment.
 
     SPRINGLINE_RUN, SPRINGLINE_RANK, SPRINGLINE_WORKERS   set by `springline run`
-    SPRINGLINE_ADDRESS, SPRINGLINE_CENTER, ...            and by `--address`: see `cluster.py`
+    SPRINGLINE_ADDRESS, SPRINGLINE_CENTER, ...            with `--address`: see `cluster_address.py`
     RANK, WORLD_SIZE, MASTER_ADDR, LOCAL_WORLD_SIZE       set by `torchrun`, or as it does
 
 Without any, a script is a run of one worker.
@@ -33,7 +33,7 @@ from springline import checks
 from springline.center import Center, CenterError, Layout, RankError, SharedCenter
 from springline.center.checkpoint import describe, newest
 from springline.center.shared import CHECKPOINT_NAME
-from springline.cluster import Cluster
+from springline.cluster_address import ClusterAddress
 from springline.disk import can_do_without
 from springline.errors import DamagedError
 from springline.files import write_text
@@ -56,7 +56,7 @@ class Run:
     directory: Path | None = None  # None for a script that runs alone
     rank: int = 0
     workers: int = 1  # the configured number
-    cluster: Cluster | None = None  # where the center is, if it is not on this machine
+    cluster: ClusterAddress | None = None  # where the center is, if it is not on this machine
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Run:
@@ -66,7 +66,7 @@ class Run:
         Run(directory=None, rank=2, workers=4, cluster=None)
         """
         directory = environment.get("SPRINGLINE_RUN")
-        cluster = Cluster.from_environment(environment)
+        cluster = ClusterAddress.from_environment(environment)
         if cluster and not directory:  # it was not started by a launcher
             directory = f"runs/{cluster.center}"
         if "SPRINGLINE_RANK" in environment or "SPRINGLINE_WORKERS" in environment:

@@ -10,7 +10,7 @@ from springline import LocalCenter, ModelAverage
 from springline.center import CenterError, Layout, Local, RoundTimeoutError
 from springline.center.locks import SHARD
 from springline.center.plan import ADOPTED, CLOSED, CONTRIBUTED, MEMBER_OF
-from springline.center.rounds import Rounds
+from springline.center.rounds import MemoryRounds
 
 RULE = ModelAverage(period=1, workers=2)
 LAYOUT = Layout.of({"w": np.zeros(4, np.float32)})
@@ -45,16 +45,16 @@ def test_a_shard_is_not_reduced_again_from_the_next_rounds_slots():
     center, locals_ = make()
     members = [center.join(rank, RULE) for rank in range(2)]
     asked, written = threading.Event(), threading.Event()
-    take, settle = center.locks.take, members[1]._rounds._settle
+    acquire, settle = center.locks.try_acquire, members[1]._rounds._settle
 
-    def slow_take(number):
+    def slow_acquire(number):
         if number == SHARD and threading.current_thread() is first:
             if not asked.is_set():
                 asked.set()
                 assert written.wait(20)
         elif number == SHARD:
             assert asked.wait(20)
-        return take(number)
+        return acquire(number)
 
     def settle_and_tell(this, contributed):
         if this == 2:
@@ -66,7 +66,7 @@ def test_a_shard_is_not_reduced_again_from_the_next_rounds_slots():
         fill(locals_[1], 100)
         members[1].exchange(locals_[1])
 
-    center.locks.take, members[1]._rounds._settle = slow_take, settle_and_tell
+    center.locks.try_acquire, members[1]._rounds._settle = slow_acquire, settle_and_tell
     fill(locals_[0], 0)
     fill(locals_[1], 2)
     first = threading.Thread(target=lambda: members[0].exchange(locals_[0]), daemon=True)
@@ -136,7 +136,7 @@ def test_nobody_uses_a_slot_again_that_a_new_worker_reads(background):
 def test_the_start_waits_for_who_is_still_joining(background, monkeypatch):
     """A rank that is held but not yet in the rounds would miss the first one."""
     center, _ = make()
-    asked, go_on, enter = threading.Event(), threading.Event(), Rounds.enter
+    asked, go_on, enter = threading.Event(), threading.Event(), MemoryRounds.enter
 
     def slow(self):
         if self._member.rank == 1:
@@ -144,7 +144,7 @@ def test_the_start_waits_for_who_is_still_joining(background, monkeypatch):
             assert go_on.wait(20)
         enter(self)
 
-    monkeypatch.setattr(Rounds, "enter", slow)
+    monkeypatch.setattr(MemoryRounds, "enter", slow)
     late = background(lambda: center.join(1, RULE))
     assert asked.wait(20)
     assert center.members() == [1]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from springline import ElasticAverage, SharedCenter, Worker
-from springline.center import CenterError, CheckpointError, Layout, place
+from springline.center import CenterError, CheckpointError, Layout, memory_file
 from springline.sealed import read_json, write_json
 
 RULE = ElasticAverage(workers=2, period=1, moving_rate=0.5)
@@ -34,11 +34,11 @@ import os, sys
 from pathlib import Path
 import numpy as np
 from springline import ElasticAverage, SharedCenter
-from springline.center import CenterError, Layout, place
+from springline.center import CenterError, Layout, memory_file
 
 directory, pages, lie = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "lie"
-place.TMPFS = directory.parent / "shm"
-place.TMPFS.mkdir()
+memory_file.TMPFS = directory.parent / "shm"
+memory_file.TMPFS.mkdir()
 if lie:
     os.statvfs = lambda _: os.statvfs_result([4096, 4096, 1 << 30, 1 << 30, 1 << 30] + [0] * 5)
 values = {"v": np.zeros(pages * 1024, np.float32)}
@@ -98,9 +98,9 @@ def test_a_creation_that_fails_leaves_no_memory(directory, tmpfs, tmp_path):
 @pytest.mark.parametrize("room", ["missing", "full"])
 def test_without_a_tmpfs_the_directory_serves(directory, tmp_path, monkeypatch, room):
     if room == "missing":
-        monkeypatch.setattr(place, "TMPFS", tmp_path / "nowhere")
+        monkeypatch.setattr(memory_file, "TMPFS", tmp_path / "nowhere")
     else:
-        monkeypatch.setattr(place, "TMPFS", Path("/proc"))  # its statvfs tells of no room
+        monkeypatch.setattr(memory_file, "TMPFS", Path("/proc"))  # its statvfs tells of no room
     worker = Worker(VALUES, RULE, directory)
     assert worker.center._path == directory / "center.memory"
     worker.parameters["v"] += 2

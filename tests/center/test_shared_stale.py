@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from springline import ElasticAverage, ModelAverage, SharedCenter, Worker
-from springline.center import CenterError, Layout, place
+from springline.center import CenterError, Layout, memory_file
 from springline.center.plan import CLOSED, CONTRIBUTED, MEMBER_OF
 from springline.center.segments import sweep
 
@@ -86,7 +86,7 @@ def test_an_unwritable_tmpfs_is_passed_over(directory, tmpfs, monkeypatch):
     def refuse(**_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(place.tempfile, "mkdtemp", refuse)
+    monkeypatch.setattr(memory_file.tempfile, "mkdtemp", refuse)
     with SharedCenter.create_or_join(directory, Layout.of(VALUES), RULE, VALUES) as center:
         assert center._path.parent == directory
 

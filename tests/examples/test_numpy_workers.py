@@ -17,7 +17,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 from springline import SharedCenter
-from springline.center.place import TMPFS
+from springline.center.memory_file import TMPFS
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "numpy_workers.py"
 TITLES = {"elastic": "elastic averaging", "average": "model averaging", "agn": "AGN"}

@@ -17,7 +17,7 @@ from invariants import SUBJECTS, WORKERS, Snapshot
 from nursery import BUSY, CHILDREN, COLUMNS, DONE, LAST, LONGEST, open_board
 
 from springline.center import CenterError, SharedCenter
-from springline.center.place import TMPFS
+from springline.center.memory_file import TMPFS
 from springline.center.plan import EXCHANGES, STEPS
 
 NURSERY = Path(__file__).with_name("nursery.py")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from springline import ElasticAverage, SharedCenter
-from springline.center import Layout, place
+from springline.center import Layout, memory_file
 from springline.center.directory import memory_of
 from springline.launch.clean import find_unused, free_all
 
@@ -33,7 +33,7 @@ def make_save_retire(directory):
 
 def die_at(pipe, tmpfs, directory, instant, full):
     """Kill ourselves before the call number `instant` that the system is asked for, if any."""
-    place.TMPFS = tmpfs
+    memory_file.TMPFS = tmpfs
     if full:
         room = os.statvfs
         os.statvfs = lambda path: room("/proc" if path == tmpfs else path)
@@ -53,7 +53,7 @@ def die_at(pipe, tmpfs, directory, instant, full):
 
 def go_on(pipe, tmpfs, directory):
     """Make, save and retire, until somebody kills us."""
-    place.TMPFS = tmpfs
+    memory_file.TMPFS = tmpfs
     pipe.send("begun")
     while True:
         make_save_retire(directory)

@@ -9,7 +9,7 @@ from itertools import count
 import pytest
 from launched import TRAINING, Command, RunOnDisk, alive, wait_for
 
-from springline.center import place
+from springline.center import memory_file
 from springline.launch_state import LaunchState
 
 
@@ -50,7 +50,7 @@ def start_command(tmp_path):
     for state in (LaunchState.read(path.parent) for path in tmp_path.rglob("launch.json")):
         for pid in [worker.pid for worker in state.workers if worker.pid]:
             wait_for(lambda pid=pid: not alive(pid))
-    for home in place.TMPFS.glob("springline-*"):
+    for home in memory_file.TMPFS.glob("springline-*"):
         owner = home / "run"
         if owner.exists() and owner.read_text().startswith(f"{tmp_path}/"):
             shutil.rmtree(home, ignore_errors=True)  # another test may sweep it just now
@@ -77,7 +77,10 @@ def run(tmp_path):
 @pytest.fixture
 def own_tmpfs(tmp_path, tmpfs, start_command):
     """A tmpfs of our own, for this process and for all that `start_command` starts."""
-    text = f"from springline.center import place\nplace.TMPFS = type(place.TMPFS)({str(tmpfs)!r})\n"
+    text = (
+        "from springline.center import memory_file as file\n"
+        f"file.TMPFS = type(file.TMPFS)({str(tmpfs)!r})\n"
+    )
     (tmp_path / "without" / "sitecustomize.py").write_text(text)
     return tmpfs
 

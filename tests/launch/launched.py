@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from springline.center import CenterError, SharedCenter, place
+from springline.center import CenterError, SharedCenter, memory_file
 from springline.center.checkpoint import describe, newest
 from springline.launch_state import LaunchState
 
@@ -70,7 +70,7 @@ class RunOnDisk:
 
     def memory(self):
         """The memory of its center that has not been freed."""
-        owners = place.TMPFS.glob("springline-*/run")
+        owners = memory_file.TMPFS.glob("springline-*/run")
         return [p.parent for p in owners if p.read_text() == str(self.path / "center")]
 
 

@@ -13,7 +13,7 @@ import pytest
 from launched import TRAINING, RunOnDisk, all_gone, wait_for
 
 from springline import ElasticAverage, SharedCenter
-from springline.center import Layout, place
+from springline.center import Layout, memory_file
 from springline.center.checkpoint import describe
 from springline.center.locks import CREATE
 from springline.center.segments import segments
@@ -174,7 +174,7 @@ def test_a_center_that_cannot_be_saved_stays(command, tmp_path, own_tmpfs):
 
 
 def hold(pipe, tmpfs, directory):
-    place.TMPFS = tmpfs
+    memory_file.TMPFS = tmpfs
     with create(directory) as center, center.locks.acquire(CREATE):
         pipe.send("held")
         os.kill(os.getpid(), signal.SIGSTOP)

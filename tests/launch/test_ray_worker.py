@@ -11,7 +11,7 @@ from clustered import PLAN
 from launched import wait_for
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from springline.cluster import Cluster
+from springline.cluster_address import ClusterAddress
 from springline.launch import ray_backend, ray_worker, worker_actor
 from springline.launch.directory import LaunchError
 from springline.launch.ray_worker import RayWorker
@@ -21,7 +21,7 @@ from springline.launch_state import CenterStatus
 
 
 def assignment(script, directory, **environment):
-    cluster = Cluster("127.0.0.1:1", "digits", "token")
+    cluster = ClusterAddress("127.0.0.1:1", "digits", "token")
     return Assignment([str(script)], str(directory), 0, 1, cluster, environment)
 
 

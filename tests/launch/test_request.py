@@ -5,7 +5,7 @@ from dataclasses import asdict
 import pytest
 from clustered import PLAN
 
-from springline.cluster import Cluster
+from springline.cluster_address import ClusterAddress
 from springline.launch.directory import LaunchError
 from springline.launch.request import ClusterRequest
 from springline.launch_state import CenterStatus
@@ -75,7 +75,7 @@ def test_ranks_of_a_process_group_that_torchrun_has_not_started():
 
 
 def test_a_worker_finds_the_cluster_in_its_environment():
-    cluster = Cluster("10.0.0.1:6379", "digits", "theirs", storage="s3://bucket/digits")
+    cluster = ClusterAddress("10.0.0.1:6379", "digits", "theirs", storage="s3://bucket/digits")
     assert "theirs" not in repr(cluster)
     told = cluster.environment() | {"SPRINGLINE_RANK": "1", "SPRINGLINE_WORKERS": "2"}
     run = Run.from_environment(told)
@@ -104,4 +104,4 @@ def test_a_worker_finds_the_cluster_in_its_environment():
 )
 def test_an_environment_that_says_half_is_refused(told, sentence):
     with pytest.raises(ValueError, match=sentence):
-        Cluster.from_environment(told)
+        ClusterAddress.from_environment(told)

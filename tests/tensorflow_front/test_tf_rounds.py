@@ -12,7 +12,7 @@ from marks import slow
 from springline.center.waiting import wait_until
 from springline.tensorflow import members
 from springline.tensorflow.members import Members, Table
-from springline.tensorflow.shards import Shard
+from springline.tensorflow.shards import DeviceShard
 
 v1 = tf.compat.v1
 ways = pytest.mark.parametrize("hook", [*slow(False), True], ids=["op", "hook"])
@@ -167,7 +167,7 @@ def back(servers, k, hook):
 def wait_for_entry(servers, model):
     """Wait until a worker is in a round on every server."""
     with tf.Graph().as_default() as graph:
-        tables = [Table(Shard(shard.device), f"{NAME}/rounds") for shard in model.opt._rounds]
+        tables = [Table(DeviceShard(shard.device), f"{NAME}/rounds") for shard in model.opt._rounds]
         numbers = [table[f"/job:worker/task:{model.worker}"] for table in tables]
     with servers.session(model.worker, graph) as session:
 

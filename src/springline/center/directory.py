@@ -8,7 +8,7 @@ from pathlib import Path
 
 from springline import files
 from springline.center.locks import RecordLocks
-from springline.center.place import LOCK_NAME, MEMORY_NAME, named, owner_of
+from springline.center.memory_file import LOCK_NAME, MEMORY_NAME, named, owner_of
 from springline.center.plan import Plan
 from springline.errors import CenterError, DamagedError
 from springline.sealed import read_json, reading, write_json

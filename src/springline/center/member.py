@@ -47,7 +47,7 @@ from springline.center.plan import (
     STARTED,
     STEPS,
 )
-from springline.center.rounds import Rounds
+from springline.center.rounds import MemoryRounds
 from springline.center.waiting import WARN_EVERY, is_stopped, wait_until
 from springline.errors import CenterError, NonFiniteError
 from springline.rules.outer import Exchange
@@ -90,7 +90,7 @@ class MemoryMember(Member):
         scratch = center.journal.room if center.journal else None
         state = memory.state_of(plan)
         self.blocks = Blocks(plan, rule, plan.shards, memory.center, state, scratch)
-        self._rounds = Rounds(center, self) if rule.rounds else None
+        self._rounds = MemoryRounds(center, self) if rule.rounds else None
         if self._rounds:
             self._rounds.enter()
         self._others = self._exchanges_of_others()  # at this worker's last exchange

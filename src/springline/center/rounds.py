@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from springline.center.memory import MemoryCenter
 
 
-class Rounds:
+class MemoryRounds:
     """One member's part in the rounds of its center."""
 
     def __init__(self, center: MemoryCenter, member: MemoryMember) -> None:

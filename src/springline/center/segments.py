@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from springline.center import place
+from springline.center import memory_file
 from springline.center.directory import memory_of
 from springline.errors import CenterError
 
@@ -33,7 +33,7 @@ class Segment:
     @property
     def memory(self) -> Path:
         """The file of the center's memory, which may be missing."""
-        return self.path / place.MEMORY_NAME
+        return self.path / memory_file.MEMORY_NAME
 
     @property
     def fate(self) -> Fate:
@@ -42,10 +42,10 @@ class Segment:
         Raises:
             CenterError: its directory is damaged.
         """
-        owner = place.owner_of(self.memory)
+        owner = memory_file.owner_of(self.memory)
         if owner is None or not self.memory.exists():
             return "lost"
-        if not place.is_owner(owner, self.path):
+        if not memory_file.is_owner(owner, self.path):
             return "missing"
         return "center" if memory_of(owner) == self.memory else "lost"
 
@@ -55,28 +55,28 @@ class Segment:
         if not self.memory.exists():
             # Whoever makes a segment makes its memory before the other files: those that we have
             # seen without it were left. If there were none, it may be about to be made.
-            place.remove(self.path, names & place.NAMES)
+            memory_file.remove(self.path, names & memory_file.NAMES)
         else:
-            with place.unmapped(self.memory) as unmapped:
+            with memory_file.unmapped(self.memory) as unmapped:
                 if unmapped and self.fate == fate:
-                    place.remove(self.path, place.NAMES)
+                    memory_file.remove(self.path, memory_file.NAMES)
         return not self.memory.exists()
 
 
 def segments() -> Iterator[Segment]:
     """Find those of this user. Takes no lock."""
-    for path in sorted(place.TMPFS.glob("springline-*")):
+    for path in sorted(memory_file.TMPFS.glob("springline-*")):
         with contextlib.suppress(OSError):  # they come and go
             status = path.lstat()
             ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-            if not ours or not place.HOME.match(path.name):
+            if not ours or not memory_file.HOME.match(path.name):
                 continue
             names = {child.name for child in path.iterdir()}
-            if names and not names & place.NAMES:
+            if names and not names & memory_file.NAMES:
                 continue
-            memory = path / place.MEMORY_NAME
+            memory = path / memory_file.MEMORY_NAME
             nbytes = memory.lstat().st_blocks * 512 if memory.exists() else 0
-            yield Segment(path, place.owner_of(memory), nbytes, place.is_mapped(memory))
+            yield Segment(path, memory_file.owner_of(memory), nbytes, memory_file.is_mapped(memory))
 
 
 def in_use(directory: Path) -> bool:
@@ -93,7 +93,7 @@ def sweep() -> None:
         with contextlib.suppress(OSError, CenterError):
             if segment.mapped:
                 continue
-            missing, fate = segment.path / place.MISSING_NAME, segment.fate
+            missing, fate = segment.path / memory_file.MISSING_NAME, segment.fate
             if fate == "center":
                 missing.unlink(missing_ok=True)
             elif fate == "missing" and not missing.exists():

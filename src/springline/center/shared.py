@@ -38,7 +38,7 @@ from springline.center.layout import Bytes, Layout
 from springline.center.locks import CREATE, KEEPER, RANK, RecordLocks
 from springline.center.member import MemoryMember
 from springline.center.memory import MemoryCenter
-from springline.center.place import adopt, belongs, free, map_memory, new_memory
+from springline.center.memory_file import adopt, belongs, free, map_memory, new_memory
 from springline.center.plan import ENDS, Plan
 from springline.center.segments import in_use, sweep
 from springline.center.waiting import is_alive

@@ -12,7 +12,7 @@ from pathlib import Path
 from springline.center import CenterError, SharedCenter
 from springline.center.directory import open_locks, read_layout
 from springline.center.locks import CREATE
-from springline.center.place import MEMORY_NAME, belongs, free, is_mapped, map_memory
+from springline.center.memory_file import MEMORY_NAME, belongs, free, is_mapped, map_memory
 from springline.center.shared import CHECKPOINT_NAME
 from springline.files import is_leftover, remove_leftover
 from springline.launch.directory import is_at_work, short

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from springline.center import CenterError
 from springline.center.directory import LAYOUT_NAME, memory_of
-from springline.center.place import MEMORY_NAME, belongs, is_owner
+from springline.center.memory_file import MEMORY_NAME, belongs, is_owner
 from springline.center.segments import Segment, segments
 from springline.launch.directory import CENTER, is_run
 

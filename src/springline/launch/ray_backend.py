@@ -18,7 +18,7 @@ from springline.center.directory import LAYOUT_NAME
 from springline.center.ray_peer import OPTIONS
 from springline.center.token import NAME as TOKEN
 from springline.center.token import new_token, read_token, write_token
-from springline.cluster import Cluster
+from springline.cluster_address import ClusterAddress
 from springline.launch.backend import Backend, Say
 from springline.launch.directory import CENTER, RUNS, LaunchError, RunDirectory
 from springline.launch.keeper import storage_of
@@ -64,7 +64,7 @@ class RayBackend(Backend):
         check_center(directory, name, storage, self._token)
         context = ray.get_runtime_context()
         self._node = context.get_node_id()
-        cluster = Cluster(context.gcs_address, name, self._token, asked.shards, storage)
+        cluster = ClusterAddress(context.gcs_address, name, self._token, asked.shards, storage)
         where, script = _find(script, asked)
 
         def worker(rank: int) -> RayWorker:

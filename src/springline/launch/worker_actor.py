@@ -22,7 +22,7 @@ from typing import Any
 import ray
 
 from springline.center.extras import NAME as EXTRAS
-from springline.cluster import Cluster
+from springline.cluster_address import ClusterAddress
 from springline.launch.directory import CENTER
 from springline.launch.process import WorkerProcess, environment
 from springline.run import REPORT, WARNINGS, Run
@@ -49,7 +49,7 @@ class Assignment:
     directory: str | None  # where it is run; None for where Ray has copied the working directory
     rank: int
     workers: int
-    cluster: Cluster  # where the center is
+    cluster: ClusterAddress  # where the center is
     environment: dict[str, str]
 
     @property

@@ -27,25 +27,25 @@ _LEFT = {"run", "state"}  # columns of words
 
 
 @dataclass(frozen=True)
-class Row:
-    """A run. What is not known is None."""
+class RunSummary:
+    """What `ls` shows of a run. None: unknown."""
 
     state: str
     workers: int | None = None
     version: int | None = None
 
 
-def describe_run(holding: Holding) -> Row:
+def describe_run(holding: Holding) -> RunSummary:
     """Read the state of a run. A run that is damaged costs the others nothing."""
     if holding.gone:
         state = "gone" if any(segment.owner for segment in holding.segments) else "left over"
-        return Row(f"{state}, in use" if any(s.mapped for s in holding.segments) else state)
+        return RunSummary(f"{state}, in use" if any(s.mapped for s in holding.segments) else state)
     try:
         if holding.path.stat().st_uid != os.getuid():
-            return Row("another user's")
+            return RunSummary("another user's")
         return _read(holding.path)
     except Exception as error:  # whatever its files make of the readers
-        return Row(f"damaged: {str(error) or repr(error)}")
+        return RunSummary(f"damaged: {str(error) or repr(error)}")
 
 
 def show(holdings: list[Holding], console: Console) -> None:
@@ -70,7 +70,7 @@ def show(holdings: list[Holding], console: Console) -> None:
         console.print("  ".join(words).rstrip(), markup=False, highlight=False, soft_wrap=True)
 
 
-def _read(run: Path) -> Row:
+def _read(run: Path) -> RunSummary:
     place = run if (run / LAYOUT_NAME).exists() else run / CENTER
     launch, reader = LaunchState.read(run), CenterReader(place)
     try:
@@ -81,7 +81,7 @@ def _read(run: Path) -> Row:
         describe(place / CHECKPOINT_NAME)  # raises: it is damaged
     planned = center.plan.workers if center.plan else None
     workers = len(launch.workers) if launch and launch.workers else planned
-    return Row(_state(run, launch, center), workers, center.version)
+    return RunSummary(_state(run, launch, center), workers, center.version)
 
 
 def _state(run: Path, launch: LaunchState | None, center: CenterState) -> str:

@@ -12,7 +12,7 @@ from springline.rules import AGN, Rule
 from springline.tensorflow.getter import AGNCustomGetter, Trio, Variable, v1
 from springline.tensorflow.given import outer_like
 from springline.tensorflow.optimizer import CenterOptimizer
-from springline.tensorflow.shards import Call, Shard, Tensor, after, finite
+from springline.tensorflow.shards import Call, DeviceShard, Tensor, after, finite
 
 
 class AGNOptimizer(CenterOptimizer):
@@ -79,13 +79,13 @@ class AGNOptimizer(CenterOptimizer):
         outer = outer_like(self._opt)
         return AGN(period=self._period, workers=self._num_worker, outer=outer)
 
-    def _build(self, shards: Sequence[Shard], name: str) -> None:
+    def _build(self, shards: Sequence[DeviceShard], name: str) -> None:
         super()._build(shards, name)
         for device in [shard.device for shard in shards if shard.trios]:
             if device not in self._outers:
                 self._outers[device] = _twin(self._opt, self._locking)
 
-    def _exchange(self, shards: Sequence[Shard], call: Call) -> Tensor:
+    def _exchange(self, shards: Sequence[DeviceShard], call: Call) -> Tensor:
         """Push `a/τ`, pull `c`."""
         raw = {s: [_mean(trio.beside, self._period) for trio in s.trios] for s in shards}
         with tf.control_dependencies([mean for means in raw.values() for mean in means]):
@@ -95,7 +95,7 @@ class AGNOptimizer(CenterOptimizer):
             with tf.control_dependencies(cleared):  # all of them, before any check can fail
                 means = [finite(a, x.local) for a, x in zip(raw[shard], shard.trios, strict=True)]
 
-            def step(*means: Tensor, shard: Shard = shard) -> list[Tensor]:
+            def step(*means: Tensor, shard: DeviceShard = shard) -> list[Tensor]:
                 return self._step(shard, means)
 
             replies = call(shard, step, means)
@@ -104,7 +104,7 @@ class AGNOptimizer(CenterOptimizer):
                 done += [trio.local.assign(c)]
         return after(done)
 
-    def _step(self, shard: Shard, means: Sequence[Tensor]) -> list[Tensor]:
+    def _step(self, shard: DeviceShard, means: Sequence[Tensor]) -> list[Tensor]:
         """Body: one step of the outer optimizer; return the centers, and a zero."""
         if not shard.trios:
             return [after(shard.count())]

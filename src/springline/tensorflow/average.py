@@ -16,7 +16,7 @@ from springline.tensorflow.optimizer import CenterOptimizer
 from springline.tensorflow.rounds import Rounds, since_start
 from springline.tensorflow.shards import (
     Call,
-    Shard,
+    DeviceShard,
     Tensor,
     after,
     all_finite,
@@ -66,7 +66,7 @@ class ModelAverageOptimizer(CenterOptimizer):
         self._rule = ModelAverage(period=self._period, workers=self._num_worker)
         if not self._eager:
             self._members = Members(self._getter.worker_device, self._num_worker)
-        self._rounds: dict[Shard, Rounds] = {}
+        self._rounds: dict[DeviceShard, Rounds] = {}
         self._leave: list[Tensor] = []
         self._come_back: list[Tensor] = []
 
@@ -98,11 +98,11 @@ class ModelAverageOptimizer(CenterOptimizer):
     def _core_rule(self) -> Rule:
         return self._rule
 
-    def _build(self, shards: Sequence[Shard], name: str) -> None:
+    def _build(self, shards: Sequence[DeviceShard], name: str) -> None:
         for shard in shards:
             self._rounds[shard] = Rounds(shard, self._members, name)
 
-    def _exchange(self, shards: Sequence[Shard], call: Call) -> Tensor:
+    def _exchange(self, shards: Sequence[DeviceShard], call: Call) -> Tensor:
         number = self._contribute(shards, call)
         first = shards[0]
 
@@ -112,7 +112,7 @@ class ModelAverageOptimizer(CenterOptimizer):
         with tf.control_dependencies([wait_in_graph(look, self._timeout, "the round")]):
             return self._adopt(shards, call)
 
-    def _own_run(self, shards: Sequence[Shard]) -> Any:
+    def _own_run(self, shards: Sequence[DeviceShard]) -> Any:
         first, *others = shards
         this = v1.placeholder(tf.int64, [])
         look = direct(first, self._rounds[first].look, [this])
@@ -148,7 +148,7 @@ class ModelAverageOptimizer(CenterOptimizer):
         """Leave, so that the others' rounds go on."""
         session.run(self._leave, options=options)
 
-    def _contribute(self, shards: Sequence[Shard], call: Call) -> Tensor:
+    def _contribute(self, shards: Sequence[DeviceShard], call: Call) -> Tensor:
         """Push `x`; return the number of the round.
 
         The first server numbers the rounds for all of them. It is the last to be told, so that what
@@ -160,7 +160,7 @@ class ModelAverageOptimizer(CenterOptimizer):
         good = tf.reduce_all(finite)
         (number,) = call(first, self._rounds[first].open)
 
-        def push(shard: Shard) -> list[Tensor]:
+        def push(shard: DeviceShard) -> list[Tensor]:
             return call(shard, self._rounds[shard].contribute, [number, good, *values[shard]])
 
         told = [done for shard in others for done in push(shard)]
@@ -172,7 +172,7 @@ class ModelAverageOptimizer(CenterOptimizer):
         with tf.control_dependencies(checks):
             return tf.identity(number)
 
-    def _adopt(self, shards: Sequence[Shard], call: Call) -> Tensor:
+    def _adopt(self, shards: Sequence[DeviceShard], call: Call) -> Tensor:
         """Pull the mean."""
         return after(
             [

@@ -14,7 +14,7 @@ from springline.tensorflow.getter import ElasticAverageCustomGetter, Trio, Varia
 from springline.tensorflow.given import GradsAndVars
 from springline.tensorflow.members import Barrier, Members
 from springline.tensorflow.optimizer import CenterOptimizer
-from springline.tensorflow.shards import Body, Call, Shard, Tensor, after, direct, finite
+from springline.tensorflow.shards import Body, Call, DeviceShard, Tensor, after, direct, finite
 
 
 class ElasticAverageOptimizer(CenterOptimizer):
@@ -140,15 +140,15 @@ class ElasticAverageOptimizer(CenterOptimizer):
     def _start(self, trio: Trio, c: Tensor) -> list[Any]:
         return [trio.local.assign(c), trio.beside.assign(c)]
 
-    def _exchange(self, shards: Sequence[Shard], call: Call) -> Tensor:
+    def _exchange(self, shards: Sequence[DeviceShard], call: Call) -> Tensor:
         """Pull `c`, push `δ`."""
         done = []
         for shard in shards:
 
-            def read(shard: Shard = shard) -> list[Tensor]:
+            def read(shard: DeviceShard = shard) -> list[Tensor]:
                 return self._turns.take(shard, shard.read)
 
-            def add(*deltas: Tensor, shard: Shard = shard) -> list[Tensor]:
+            def add(*deltas: Tensor, shard: DeviceShard = shard) -> list[Tensor]:
                 sums = [
                     c.assign_add(δ, use_locking=self._locking)
                     for c, δ in zip(shard.centers, deltas, strict=True)
@@ -156,7 +156,9 @@ class ElasticAverageOptimizer(CenterOptimizer):
                 with tf.control_dependencies(sums):
                     return [after(shard.count())]
 
-            def add_in_turn(*deltas: Tensor, shard: Shard = shard, add: Body = add) -> list[Tensor]:
+            def add_in_turn(
+                *deltas: Tensor, shard: DeviceShard = shard, add: Body = add
+            ) -> list[Tensor]:
                 return self._turns.take(shard, add, deltas)
 
             centers = call(shard, read) if shard.trios else []

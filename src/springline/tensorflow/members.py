@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from springline.center.waiting import WARN_EVERY, wait_until
 from springline.tensorflow.getter import v1
-from springline.tensorflow.shards import Shard, Tensor, after, direct, only_if
+from springline.tensorflow.shards import DeviceShard, Tensor, after, direct, only_if
 
 _raw = tf.raw_ops
 FIRST_PAUSE, LONGEST_PAUSE = 50e-6, 5e-3  # seconds
@@ -24,7 +24,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 50e-6, 5e-3  # seconds
 class Table:
     """A table of task names and numbers, on the device of a shard; 0 for names it does not hold."""
 
-    def __init__(self, shard: Shard, name: str) -> None:
+    def __init__(self, shard: DeviceShard, name: str) -> None:
         with v1.device(shard.device):
             self._handle = _raw.MutableHashTableV2(
                 key_dtype=tf.string, value_dtype=tf.int64, shared_name=f"springline/{name}"
@@ -89,7 +89,7 @@ def _has_chief() -> bool:
 class Barrier:
     """All workers wait for each other, once in the life of the server that holds the table."""
 
-    def __init__(self, members: Members, shard: Shard, name: str) -> None:
+    def __init__(self, members: Members, shard: DeviceShard, name: str) -> None:
         self._members = members
         self._shard = shard
         self._table = Table(shard, f"{name}/barrier")

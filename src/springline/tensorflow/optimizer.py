@@ -29,7 +29,7 @@ from springline.tensorflow.given import (
 )
 from springline.tensorflow.hook import CenterHook
 from springline.tensorflow.saver import SwappingSaver
-from springline.tensorflow.shards import Body, Call, Shard, Tensor, Turns, cut, direct
+from springline.tensorflow.shards import Body, Call, DeviceShard, Tensor, Turns, cut, direct
 from springline.tensorflow.step import (
     StartNote,
     Step,
@@ -269,7 +269,7 @@ class CenterOptimizer(v1.train.Optimizer):
         """Return operations that see the gradients of a step."""
         return []
 
-    def _build(self, shards: Sequence[Shard], name: str) -> None:
+    def _build(self, shards: Sequence[DeviceShard], name: str) -> None:
         """Make what the rule keeps on the shards, under a name that no other step has."""
         if self._locking:
             self._turns.make(shards)
@@ -279,10 +279,10 @@ class CenterOptimizer(v1.train.Optimizer):
         return [trio.local.assign(c)]
 
     @abstractmethod
-    def _exchange(self, shards: Sequence[Shard], call: Call) -> Tensor:
+    def _exchange(self, shards: Sequence[DeviceShard], call: Call) -> Tensor:
         """Return a tensor that is there when an exchange is done."""
 
-    def _own_run(self, shards: Sequence[Shard]) -> Any:
+    def _own_run(self, shards: Sequence[DeviceShard]) -> Any:
         """Return what `exchange_in` needs for an exchange in runs of its own."""
         return self._exchange(shards, direct)
 
@@ -296,11 +296,11 @@ class CenterOptimizer(v1.train.Optimizer):
     def end_in(self, session: Any, options: Any) -> None:
         """Leave the center at the end of a session, if the rule has to."""
 
-    def _reach(self, shard: Shard, body: Body, inputs: Sequence[Tensor] = ()) -> list[Tensor]:
+    def _reach(self, shard: DeviceShard, body: Body, inputs: Sequence[Tensor] = ()) -> list[Tensor]:
         """Call remotely what is on another task."""
         return reach(self._getter.worker_device, shard, body, inputs)
 
-    def first_shard(self) -> Shard:
+    def first_shard(self) -> DeviceShard:
         """Return the shard of the first center, which is the same for every worker."""
         return cut(self._getter.trios(), None)[0]
 

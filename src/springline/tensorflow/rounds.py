@@ -26,7 +26,7 @@ import tensorflow as tf
 
 from springline.tensorflow.getter import v1
 from springline.tensorflow.members import Members, Table
-from springline.tensorflow.shards import Shard, Tensor, Turn, after, only_if
+from springline.tensorflow.shards import DeviceShard, Tensor, Turn, after, only_if
 
 _raw = tf.raw_ops
 # The last round that was closed, the one that is open, and the last that anything was added for:
@@ -46,7 +46,7 @@ def since_start(number: int) -> int:
 class Rounds:
     """The rounds of one shard, under a name that all workers give; its methods are bodies."""
 
-    def __init__(self, shard: Shard, members: Members, name: str) -> None:
+    def __init__(self, shard: DeviceShard, members: Members, name: str) -> None:
         self._shard = shard
         self._members = members
         self._table = Table(shard, f"{name}/rounds")

@@ -28,7 +28,7 @@ Call = Callable[..., list[Tensor]]  # of a shard, a body and its inputs
 
 
 @dataclass(eq=False)
-class Shard:
+class DeviceShard:
     """The part of the center on one device."""
 
     device: str
@@ -49,15 +49,15 @@ class Shard:
         return [] if self.counter is None else [self.counter.assign_add(1)]
 
 
-def cut(trios: Sequence[Trio], global_step: Variable | None) -> list[Shard]:
+def cut(trios: Sequence[Trio], global_step: Variable | None) -> list[DeviceShard]:
     """Sort variables by the task that holds their centers, the global step among them."""
-    shards: dict[str, Shard] = {}
+    shards: dict[str, DeviceShard] = {}
 
-    def at(device: str) -> Shard:
+    def at(device: str) -> DeviceShard:
         place = v1.DeviceSpec.from_string(device)
         if place.job:
             device = f"/job:{place.job}/task:{place.task or 0}"  # whatever else it says
-        return shards.setdefault(device, Shard(device))
+        return shards.setdefault(device, DeviceShard(device))
 
     for trio in trios:
         at(trio.center.device).trios.append(trio)
@@ -66,13 +66,13 @@ def cut(trios: Sequence[Trio], global_step: Variable | None) -> list[Shard]:
     return list(shards.values())
 
 
-def direct(shard: Shard, body: Body, inputs: Sequence[Tensor] = ()) -> list[Tensor]:
+def direct(shard: DeviceShard, body: Body, inputs: Sequence[Tensor] = ()) -> list[Tensor]:
     """Call a body with its operations in this graph."""
     with v1.device(shard.device):
         return body(*(tf.identity(value) for value in inputs))
 
 
-def remote(shard: Shard, body: Body, inputs: Sequence[Tensor] = ()) -> list[Tensor]:
+def remote(shard: DeviceShard, body: Body, inputs: Sequence[Tensor] = ()) -> list[Tensor]:
     """Call a body by one operation on this device; the shard's stays out of the graph."""
     nothing = tf.constant(0)  # a remote call takes at least one argument
     function, values = detached(lambda _, *given: body(*given), [nothing, *inputs])
@@ -215,14 +215,14 @@ class Turns:
         self._name = name
         self._turns: dict[str, Turn] = {}  # by the shard's device
 
-    def make(self, shards: Sequence[Shard]) -> None:
+    def make(self, shards: Sequence[DeviceShard]) -> None:
         """Make the locks of shards; where none is made `take` does without."""
         for device in [shard.device for shard in shards if shard.trios]:
             if device not in self._turns:
                 place = device.strip("/").replace("/", "_")
                 self._turns[device] = Turn(device, f"{self._name}/turn_{place}")
 
-    def take(self, shard: Shard, do: Body, inputs: Sequence[Tensor] = ()) -> list[Tensor]:
+    def take(self, shard: DeviceShard, do: Body, inputs: Sequence[Tensor] = ()) -> list[Tensor]:
         """Body: do something while nobody else does, once its inputs have come."""
         turn = self._turns.get(shard.device)
         if turn is None:

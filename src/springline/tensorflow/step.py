@@ -14,7 +14,7 @@ from springline.tensorflow.members import Table
 from springline.tensorflow.shards import (
     Body,
     Call,
-    Shard,
+    DeviceShard,
     Tensor,
     after,
     detached,
@@ -49,7 +49,7 @@ class StartNote:
     """A note on the worker that it was set to the center; it needs no initialisation."""
 
     def __init__(self, worker_device: str, name: str) -> None:
-        self._table = Table(Shard(worker_device), f"{name}/start")
+        self._table = Table(DeviceShard(worker_device), f"{name}/start")
 
     def note(self) -> Any:
         """Return the operation that notes it."""
@@ -83,7 +83,7 @@ def local_variables(worker_device: str) -> Iterator[None]:
 
 
 def reach(
-    worker_device: str, shard: Shard, body: Body, inputs: Sequence[Tensor] = ()
+    worker_device: str, shard: DeviceShard, body: Body, inputs: Sequence[Tensor] = ()
 ) -> list[Tensor]:
     """Call remotely what is on another task than the worker."""
     here = v1.DeviceSpec.from_string(worker_device)
@@ -94,8 +94,8 @@ def reach(
 
 def exchange_if(
     due: Tensor,
-    shards: Sequence[Shard],
-    exchange: Callable[[Sequence[Shard], Call], Tensor],
+    shards: Sequence[DeviceShard],
+    exchange: Callable[[Sequence[DeviceShard], Call], Tensor],
     far: Call,
     note: StartNote,
 ) -> Tensor:

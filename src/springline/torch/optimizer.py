@@ -20,8 +20,8 @@ from springline.torch.binding import Binding, Mirror, allocator, to_numpy
 from springline.torch.naming import Group, Named, float_buffers, name_parameters
 from springline.torch.outer import first_state
 from springline.torch.overlap import Overlap
-from springline.torch.place import AnyCenter, place, warn_of_replicas
 from springline.torch.reading import CenterReader
+from springline.torch.resolve import AnyCenter, resolve, warn_of_replicas
 from springline.torch.wrapper import Closure, State
 from springline.worker import MakeCenter, Worker
 
@@ -64,7 +64,7 @@ class CenterOptimizer(CenterReader):
             "keep_own_weights": keep_own_weights,
         }
         self._process = os.getpid()
-        self._attach(*place(center, runs.Run.from_environment()))
+        self._attach(*resolve(center, runs.Run.from_environment()))
         self._write_extras()
         center = self.worker.center
         if isinstance(center, SharedCenter) and "TORCHELASTIC_RUN_ID" in os.environ:

@@ -13,7 +13,7 @@ from springline.rules.rule import Rule
 from springline.torch.naming import Named
 from springline.torch.optimizer import CenterOptimizer
 from springline.torch.outer import MakeOptimizer, TorchOuter, outer_of
-from springline.torch.place import AnyCenter
+from springline.torch.resolve import AnyCenter
 from springline.torch.wrapper import State
 
 _PERIOD = "It is the number of local steps between two exchanges."

@@ -26,10 +26,10 @@ import torch
 
 from springline.center import checkpoint
 from springline.center.center import Center, Progress, check_finite, check_settings
+from springline.center.collective.checkpointer import Checkpointer
 from springline.center.collective.group import Group
 from springline.center.collective.member import CollectiveMember
-from springline.center.collective.replica import Replica, Row
-from springline.center.collective.save import Keeper
+from springline.center.collective.replica import RankReport, Replica
 from springline.center.collective.start import agree, check_goes_on, check_rule
 from springline.center.layout import Bytes, Layout
 from springline.center.plan import Plan
@@ -69,7 +69,7 @@ class CollectiveCenter(Center):
         self.member: CollectiveMember | None = None
         self.turn = threading.RLock()  # held while `c` is copied or changes its place
         self._exchanges = [0] * group.size
-        self._keeper: Keeper | None = None
+        self._checkpointer: Checkpointer | None = None
         try:
             self._start(layout, rule, values, directory, save_every, restore)
         except BaseException:
@@ -127,8 +127,8 @@ class CollectiveCenter(Center):
         """Let go of the group. Unlike `leave`, it waits for nobody, and others may fail."""
         if self.member is not None:
             self.member.left = True
-        if self._keeper is not None and os.getpid() == self.process:
-            self._keeper.close()
+        if self._checkpointer is not None and os.getpid() == self.process:
+            self._checkpointer.close()
         self.group.close()
 
     def take_values(self, values: Bytes | None) -> None:
@@ -142,7 +142,7 @@ class CollectiveCenter(Center):
         with self.turn:
             np.copyto(into, tensor.cpu().numpy())
 
-    def close_round(self, rows: Sequence[Row], changed: bool) -> None:
+    def close_round(self, rows: Sequence[RankReport], changed: bool) -> None:
         """Count the round, if it changed `c`, and take what the ranks report."""
         contributed = [changed and row.contributes for row in rows]
         self._version += any(contributed)
@@ -151,8 +151,8 @@ class CollectiveCenter(Center):
 
     def offer_save(self) -> None:
         """Write a checkpoint, if the last is old."""
-        if self._keeper is not None:
-            self._keeper.offer(self._snapshot)
+        if self._checkpointer is not None:
+            self._checkpointer.offer(self._snapshot)
 
     def check_process(self) -> None:
         """Refuse a child of the process, which is not in the group."""
@@ -164,9 +164,9 @@ class CollectiveCenter(Center):
 
     def save_last(self) -> None:
         """Write the last checkpoint, when all have finished."""
-        if self._keeper is not None:
-            self._keeper.save(self._snapshot)
-            self._keeper.close()
+        if self._checkpointer is not None:
+            self._checkpointer.save(self._snapshot)
+            self._checkpointer.close()
 
     def _snapshot(self) -> tuple[Bytes, Bytes, int, list[int]]:
         self.check_process()
@@ -201,7 +201,9 @@ class CollectiveCenter(Center):
         self.sealed = int(self._version > 0)  # how; see `Member.seal`
         steps: list[int] = first["steps"]
         more = [max(steps, default=0)] * (self.group.size - len(steps))  # ranks that are new
-        self.rows = [Row(False, False, False, 0.0, n) for n in [*steps, *more][: self.group.size]]
+        self.rows = [
+            RankReport(False, False, False, 0.0, n) for n in [*steps, *more][: self.group.size]
+        ]
 
     def _first(
         self, center: Bytes, directory: Path | None, save_every: float, restore: Path | None
@@ -209,8 +211,8 @@ class CollectiveCenter(Center):
         """Put the first values into `center`, on rank 0; return the version and the steps."""
         saved = restore
         if directory is not None:
-            self._keeper = Keeper(directory, self.plan, save_every)
-            own = self._keeper.newest()
+            self._checkpointer = Checkpointer(directory, self.plan, save_every)
+            own = self._checkpointer.newest()
             if own is not None:
                 check_goes_on(checkpoint.describe(own).settings, self.settings)
             saved = own or restore

@@ -26,7 +26,7 @@ from springline.center.blocks import (
     step,
 )
 from springline.center.center import Local, Member, check_finite
-from springline.center.collective.replica import Row
+from springline.center.collective.replica import RankReport
 from springline.center.layout import Bytes
 from springline.center.plan import arrays_of
 from springline.errors import AFTER_NAN, CenterError, NonFiniteError
@@ -74,9 +74,9 @@ class CollectiveMember(Member):
             self._seal(None)
             self._busy = True
             try:
-                large, error = self._contribute(local)
+                may_overflow, error = self._contribute(local)
                 steps = self._steps if error else local.steps
-                self._meet(Row(error is None, False, large, self._seconds, steps))
+                self._meet(RankReport(error is None, False, may_overflow, self._seconds, steps))
                 if error:
                     raise error
             finally:
@@ -135,7 +135,7 @@ class CollectiveMember(Member):
             while not (self.center.group.broken or all(r.finished for r in self.center.rows)):
                 self.center.replica.messages.fill(0)
                 with contextlib.suppress(NonFiniteError):  # of others, who are told
-                    self._meet(Row(False, True, False, self._seconds, self._steps))
+                    self._meet(RankReport(False, True, False, self._seconds, self._steps))
             whole = not self.center.group.broken
             self.center.group.part()
             if whole:
@@ -143,7 +143,7 @@ class CollectiveMember(Member):
             else:
                 self.center.close()
 
-    def _meet(self, row: Row) -> None:
+    def _meet(self, row: RankReport) -> None:
         """Add up, and close the round: a step on every rank's own `c`."""
         center, replica = self.center, self.center.replica
         if center.version and center.version % CHECK_EVERY == 0:
@@ -156,7 +156,7 @@ class CollectiveMember(Member):
             count = sum(r.contributes for r in rows)
             if 0 < count < len(rows):
                 replica.scale(len(rows) / count)
-            name = replica.overflown() if any(r.large for r in rows) else None
+            name = replica.overflown() if any(r.may_overflow for r in rows) else None
             with center.turn:
                 if count and name is None:
                     name = self._step(count, adopts=row.contributes)
@@ -189,7 +189,7 @@ class CollectiveMember(Member):
                 commit(block)
         return overflown
 
-    def _compare(self, rows: list[Row]) -> None:
+    def _compare(self, rows: list[RankReport]) -> None:
         """Raise if a rank's center differs from the first one's."""
         wrong = [rank for rank, row in enumerate(rows) if row.checksum != rows[0].checksum]
         if wrong:
@@ -200,8 +200,8 @@ class CollectiveMember(Member):
             )
 
     def _contribute(self, local: Local) -> tuple[bool, NonFiniteError | None]:
-        """Write this rank's part of the sum; whether it is large, and what was not finite."""
-        large = False
+        """Write this rank's part of the sum; whether it may overflow, and what was not finite."""
+        may_overflow = False
         with np.errstate(**ERRORS):
             for block, side in self._sides:
                 try:
@@ -210,8 +210,8 @@ class CollectiveMember(Member):
                     self.center.replica.messages.fill(0)
                     return False, non_finite(self.center.layout, error.offset, self.rank)
                 np.divide(message, self.rule.workers, out=side.out)
-                large |= size(side.out) == math.inf
-        return large, None
+                may_overflow |= size(side.out) == math.inf
+        return may_overflow, None
 
     def _idle(self) -> list[tuple[Block, Side]]:
         """Return sides for a rank that never exchanged, and only makes the others' steps."""

@@ -24,12 +24,12 @@ _LOW = 1 << 20
 
 
 @dataclass(frozen=True)
-class Row:
+class RankReport:
     """What a rank reports of itself in a round."""
 
     contributes: bool
     finished: bool
-    large: bool  # its contribution may make the sum overflow
+    may_overflow: bool  # its contribution may make the sum do so
     seconds: float  # spent exchanging
     steps: int
     checksum: int = 0  # of the center before the round; 0 in most
@@ -71,19 +71,26 @@ class Replica:
         """Return a number that tells the center and its state from others."""
         return zlib.crc32(self.state.data, zlib.crc32(self.center.data)) or 1
 
-    def report(self, rank: int, row: Row) -> None:
+    def report(self, rank: int, row: RankReport) -> None:
         """Write this rank's row into what it contributes."""
         self._table[:] = 0
         steps, check = divmod(row.steps, _LOW), divmod(row.checksum, _LOW)
-        self._table[rank] = row.contributes, row.finished, row.large, row.seconds, *steps, *check
+        self._table[rank] = (
+            row.contributes,
+            row.finished,
+            row.may_overflow,
+            row.seconds,
+            *steps,
+            *check,
+        )
 
-    def reports(self) -> list[Row]:
+    def reports(self) -> list[RankReport]:
         """Read all ranks' rows out of the sum."""
         return [
-            Row(
+            RankReport(
                 contributes=bool(row[0]),
                 finished=bool(row[1]),
-                large=bool(row[2]),
+                may_overflow=bool(row[2]),
                 seconds=row[3],
                 steps=int(_LOW * row[4] + row[5]),
                 checksum=int(_LOW * row[6] + row[7]),

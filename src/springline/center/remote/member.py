@@ -20,7 +20,7 @@ from springline.center.remote.head import HEARTBEAT
 from springline.center.remote.membership import NotAMemberError
 from springline.center.remote.messages import Message, RankProgress, Reply, Sender, span
 from springline.center.remote.peer import Call, PeerLostError
-from springline.center.remote.rounds import Rounds
+from springline.center.remote.rounds import RemoteRounds
 from springline.center.remote.worker_blocks import WorkerBlocks
 from springline.center.waiting import wait_until
 from springline.errors import (
@@ -62,7 +62,7 @@ class RemoteMember(Member):
         self._turn = threading.RLock()
         self._busy = False
         self._blocks: WorkerBlocks | None = None  # of the buffers that were exchanged last
-        self._rounds = Rounds(self) if rule.rounds else None
+        self._rounds = RemoteRounds(self) if rule.rounds else None
         self._gone = threading.Event()
         send, name = self._send_heartbeats, "springline heartbeat"
         self._heartbeats = threading.Thread(target=send, name=name, daemon=True)

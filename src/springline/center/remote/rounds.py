@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from springline.center.remote.member import RemoteMember
 
 
-class Rounds:
+class RemoteRounds:
     """One member's part in the rounds of its center."""
 
     def __init__(self, member: RemoteMember) -> None:

@@ -23,7 +23,7 @@ _OURS = 0  # the lock of whoever keeps checkpoints in a directory
 _log = logging.getLogger("springline")
 
 
-class Keeper:
+class Checkpointer:
     """Keeps the last checkpoints in a directory.
 
     Args:

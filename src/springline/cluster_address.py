@@ -1,11 +1,11 @@
-"""A run's place on a Ray cluster, found in the environment.
+"""The address of a run's center on a Ray cluster, found in the environment.
 
     SPRINGLINE_ADDRESS    the cluster's, HOST:PORT
     SPRINGLINE_CENTER     the name of the run's center there
-    SPRINGLINE_SHARDS     into how many the center is cut, if somebody has said so
+    SPRINGLINE_SHARDS     how many shards the center has, if that was chosen
     SPRINGLINE_STORAGE    where its shards keep checkpoints, if anywhere
     SPRINGLINE_TOKEN      the center's token: a secret that all its workers share
-    SPRINGLINE_JOIN       1 if there is a center: should it be gone, no new one is made
+    SPRINGLINE_JOIN       1 if there is a center: if it is gone, no new one is made
 
 `springline run --address` sets them. Without it, processes on any machine that reaches the cluster
 meet with these, SPRINGLINE_RANK and SPRINGLINE_WORKERS.
@@ -24,7 +24,7 @@ from springline.rules.rule import Rule
 
 
 @dataclass(frozen=True)
-class Cluster:
+class ClusterAddress:
     """Where a run's center is on a cluster."""
 
     address: str  # the cluster's
@@ -35,12 +35,13 @@ class Cluster:
     join: bool = False  # whether the center was made before, and is not to be made anew
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> Cluster | None:
+    def from_environment(cls, environment: Mapping[str, str]) -> ClusterAddress | None:
         """Find the cluster; None for a run on one machine.
 
         >>> here = {"SPRINGLINE_ADDRESS": "10.0.0.1:6379", "SPRINGLINE_CENTER": "digits"}
-        >>> Cluster.from_environment(here | {"SPRINGLINE_SHARDS": "4", "SPRINGLINE_TOKEN": "0f"})
-        Cluster(address='10.0.0.1:6379', center='digits', shards=4, storage=None, join=False)
+        >>> here |= {"SPRINGLINE_SHARDS": "4", "SPRINGLINE_TOKEN": "0f"}
+        >>> ClusterAddress.from_environment(here)
+        ClusterAddress(address='10.0.0.1:6379', center='digits', shards=4, storage=None, join=False)
         """
         address, center = (environment.get(f"SPRINGLINE_{k}") for k in ("ADDRESS", "CENTER"))
         if not address and not center:

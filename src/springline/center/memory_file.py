@@ -1,4 +1,4 @@
-"""Where a shared center's memory is: a mapped file, in a tmpfs if one has room.
+"""The mapped file that is a shared center's memory: in a tmpfs if one has room.
 
     TMPFS/springline-XXXX/center.memory   the memory
     TMPFS/springline-XXXX/run             where the directory of its center was last seen

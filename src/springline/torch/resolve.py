@@ -1,4 +1,4 @@
-"""Where an optimizer's worker is: its rank, how many there are, and what center they mean."""
+"""Resolve an optimizer's rank, number of workers and center from what the user gave."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _log = logging.getLogger("springline")
 AnyCenter = Center | MakeCenter | dist.ProcessGroup | str | Path | None
 
 
-def place(center: AnyCenter, run: Run) -> tuple[Run, Center | MakeCenter | str | Path | None]:
-    """Return this worker's place in its run or its process group, and the center.
+def resolve(center: AnyCenter, run: Run) -> tuple[Run, Center | MakeCenter | str | Path | None]:
+    """Return this worker's rank in its run or its process group, and the center.
 
     Args:
         center: what the user gave. By default the run's; under `torchrun` over several machines
