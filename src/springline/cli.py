@@ -36,38 +36,42 @@ RunsArgument = Annotated[Path, typer.Argument(metavar="DIR", help="Where runs ar
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
-    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="What every worker runs.")],
+    script: Annotated[
+        Path, typer.Argument(metavar="SCRIPT", help="The script that every worker runs.")
+    ],
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="ARGS", help="The script's own.", show_default=False),
+        typer.Argument(metavar="ARGS", help="The script's own arguments.", show_default=False),
     ] = None,
     workers: Annotated[
         int | None,
         typer.Option(
-            help="How many; by default one per core, and on one machine at least two.",
+            help="Number of workers; by default one per core, and on one machine at least two.",
             metavar="N",
         ),
     ] = None,
     ps: Annotated[
         int | None,
         typer.Option(
-            help="TensorFlow: start a cluster with so many parameter servers; 0 for none.",
+            help="TensorFlow: start a cluster with this many parameter servers; 0 for none.",
             metavar="N",
             show_default="0",
         ),
     ] = None,
     directory: Annotated[
         Path | None,
-        typer.Option("--run", metavar="DIR", help="A run to go on with, or a place for a new one."),
+        typer.Option("--run", metavar="DIR", help="A run to resume, or a directory for a new one."),
     ] = None,
     max_restarts: Annotated[
         int,
         typer.Option(
             metavar="K",
-            help="How many times a worker that dies is restarted; once more, and the run ends.",
+            help="Restarts per worker; the run ends when a worker dies once more.",
         ),
     ] = 3,
-    no_live: Annotated[bool, typer.Option("--no-live", help="Lines, no live screen.")] = False,
+    no_live: Annotated[
+        bool, typer.Option("--no-live", help="Print lines instead of the live screen.")
+    ] = False,
     address: Annotated[
         str | None,
         typer.Option(
@@ -79,7 +83,7 @@ def run(
     center_shards: Annotated[
         int | None,
         typer.Option(
-            help="Into how many the center is cut; by default one per machine, at least two, "
+            help="Number of shards of the center; by default one per machine, at least two, "
             "and fewer for a small model.",
             metavar="S",
             rich_help_panel=_CLUSTER,
@@ -89,8 +93,8 @@ def run(
         str | None,
         typer.Option(
             help="Where the center's shards keep checkpoints: a directory that all machines see, "
-            "by default in the run's, or an fsspec URL; each run in a place of its own below it. "
-            "`none` for nowhere.",
+            "by default in the run's, or an fsspec URL; each run has its own directory below it. "
+            "`none` for no checkpoints.",
             metavar="PLACE",
             rich_help_panel=_CLUSTER,
         ),
@@ -110,7 +114,7 @@ def run(
     working_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Copied to every machine, but for runs/; SCRIPT is run from there.",
+            help="Directory to copy to every machine, but for runs/; SCRIPT runs from there.",
             metavar="DIR",
             rich_help_panel=_CLUSTER,
         ),
@@ -198,7 +202,7 @@ def run(
 @app.command()
 def top(
     directory: RunArgument,
-    once: Annotated[bool, typer.Option("--once", help="One picture, then the end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one picture and exit.")] = False,
 ) -> None:
     """Watch a run from outside, until it ends or Ctrl-C."""
     from springline.monitor.screen import Screen
@@ -235,11 +239,11 @@ def export(
     run: Annotated[
         str,
         typer.Argument(
-            metavar="RUN", help="A run's directory, or its center's place in a `--storage`."
+            metavar="RUN", help="A run's directory, or its center's directory in a `--storage`."
         ),
     ],
     path: Annotated[Path, typer.Argument(metavar="PATH", help="The file to write.")],
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
     """Write a run's center as safetensors, under the model's own names."""
     with _clear_errors():

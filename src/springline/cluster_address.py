@@ -32,7 +32,7 @@ class ClusterAddress:
     token: str = field(repr=False)  # the center's; it is in no log
     shards: int | None = None  # into how many it is cut; None to let the center choose
     storage: str | None = None  # where its shards keep checkpoints, if anywhere
-    join: bool = False  # whether the center was made before, and is not to be made anew
+    join: bool = False  # whether the center was made before, and must not be made again
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> ClusterAddress | None:
@@ -67,8 +67,8 @@ class ClusterAddress:
         return cls(address, center, token, int(shards) if shards else None, storage, join)
 
     def environment(self) -> dict[str, str]:
-        """Return what a worker is told, so that it finds this."""
-        told = {
+        """Return the environment in which a worker finds this."""
+        values = {
             "ADDRESS": self.address,
             "CENTER": self.center,
             "TOKEN": self.token,
@@ -76,12 +76,14 @@ class ClusterAddress:
             "STORAGE": self.storage,
             "JOIN": 1 if self.join else None,
         }
-        return {f"SPRINGLINE_{key}": str(value) for key, value in told.items() if value is not None}
+        return {
+            f"SPRINGLINE_{key}": str(value) for key, value in values.items() if value is not None
+        }
 
     def create_or_join(
         self, layout: Layout, rule: Rule, values: Mapping[str, Any], use_locking: bool
     ) -> Center:
-        """Open the run's center, which is made by whoever comes first."""
+        """Open the run's center; the first worker makes it."""
         from springline.center.ray import RayCenter  # Ray may not be installed
 
         return RayCenter.create_or_join(

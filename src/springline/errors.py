@@ -73,6 +73,6 @@ def taken_over(rank: int) -> TakenOverError:
 def forgotten(name: str = "The center") -> CenterError:
     """Return the error for a center whose head does not know it any more."""
     return CenterError(
-        f"{name} has been trained, but its head was started again and has nothing written down to "
+        f"{name} has been trained, but its head restarted and has no record to "
         "go on from. Start a new run, with a storage (`--storage`) that all machines see."
     )

@@ -2,7 +2,7 @@
 
     .NAME.0123456789abcdef.springline    what is being written; locked for as long
 
-A process that is killed leaves such a file. Whoever writes NAME next removes it: it knows it by its
+A process that is killed leaves such a file. The next writer of NAME removes it: it knows it by its
 whole name, and by the lock that nobody writes it. One that is removed before its writer has locked
 it is made again.
 """

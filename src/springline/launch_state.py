@@ -1,4 +1,4 @@
-"""What the launcher knows, for whoever watches the run.
+"""What the launcher knows, for those who watch the run.
 
 RUN/launch.json           of its workers
 RUN/center/status.json    of a center on a cluster
@@ -23,7 +23,7 @@ WorkerState = Literal["starting", "running", "restarting", "finished", "failed",
 
 @dataclass(frozen=True)
 class Asked:
-    """What was asked of a Ray cluster; None where nothing was said.
+    """What was asked of a Ray cluster; None where nothing was given.
 
     Args:
         address: the cluster's: `auto` or `HOST:PORT`. None for this machine alone.
@@ -58,7 +58,7 @@ class WorkerEntry:
 
     @property
     def is_over(self) -> bool:
-        """Whether it is not started again."""
+        """Whether it is not restarted."""
         return self.state in ("finished", "failed", "stopped")
 
 
@@ -126,7 +126,7 @@ class LaunchState:
 
 @dataclass(frozen=True)
 class CenterStatus:
-    """What a center on a cluster said of itself."""
+    """What a center on a cluster reported."""
 
     plan: Plan
     version: int

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _STOP_LOOK = 0.1  # seconds between two looks at RUN/stop
 _END_LOOK = 0.1  # seconds between two looks who has finished
-_UNSEEN = 10.0  # seconds after which nobody waits for a rank that no launcher starts again
+_UNSEEN = 10.0  # seconds to wait for a rank that no launcher restarts
 _log = logging.getLogger("springline")
 
 

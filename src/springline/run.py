@@ -12,7 +12,7 @@ Without any, a script is a run of one worker.
     RUN/logs/       what the workers print
     RUN/stop        asks all workers to finish early
     RUN/warnings/   what the workers warn of, which `springline run` prints
-    RUN/report.txt  what `report` was told
+    RUN/report.txt  what `report` was given
     RUN/total       how many steps each worker is to make, if it counts them with `steps`
 """
 
@@ -120,9 +120,9 @@ class Run:
             _alone["stop"] = True
 
     def given_up(self) -> list[int] | None:
-        """Return the ranks that the launcher does not start again; None if there is no launcher."""
+        """Return the ranks that the launcher does not restart; None if there is no launcher."""
         launch = None
-        with contextlib.suppress(CenterError):  # it is damaged: nobody tells
+        with contextlib.suppress(CenterError):  # it is damaged: unknown
             launch = LaunchState.read(self.directory) if self.directory else None
         if launch is None or launch.ended or not Path(f"/proc/{launch.pid}").exists():
             return None
@@ -136,7 +136,7 @@ class Run:
 
     @can_do_without("The number of steps")
     def begin(self, step: int, total: int) -> None:
-        """Tell whoever watches that this worker starts at a step, and how many it is to make."""
+        """Report that this worker starts at a step, and how many it is to make."""
         if self.directory is None:
             return
         if self not in _begun:
@@ -202,7 +202,7 @@ def create_or_join(
     use_locking: bool,
     timeout: float | None,
 ) -> Center:
-    """Open the center in a directory, made by whoever comes first; the run's may be elsewhere."""
+    """Open the center in a directory, made by the first worker; the run's may be elsewhere."""
     checks.directory(directory)
     run = Run.from_environment()
     other = _workers.get((os.getpid(), Path(directory).absolute(), rank))

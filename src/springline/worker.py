@@ -43,7 +43,7 @@ class Worker:
         parameters: the model's, by name. `worker.parameters` has arrays of the same names, shapes
             and dtypes; train those, in place.
         rule: what an exchange does.
-        center: a center; or the directory of a shared one, made by whoever comes first (the run's
+        center: a center; or the directory of a shared one, made by the first worker (the run's
             own stands for a center on a cluster, if the run is on one); or what
             makes one of a layout, a rule, values and a timeout (`Collective` does); or None for a
             center of this worker's own.
@@ -124,7 +124,7 @@ class Worker:
         self.exchanged_at = 0  # the local step of the last exchange
         self.begun = False  # whether `begin` was called, or a step made
         self._keep_own = keep_own_weights
-        self._joined_with = 0  # what tells the parameters that it joined with from others
+        self._joined_with = 0  # identifies the parameters that it joined with
         try:
             self.member = center.join(rank, rule, timeout)
             self.start_step = self.member.start_step
@@ -176,7 +176,7 @@ class Worker:
 
         The first worker to begin gives a new center its own parameters, so that weights that were
         loaded after it joined count. All others take the center's: what they have loaded, from an
-        old checkpoint of their own perhaps, would pull it back. One warning says so.
+        old checkpoint of their own perhaps, would pull it back. It warns once.
 
         Returns:
             Whether gradients that were computed before belong to these parameters.
@@ -339,7 +339,7 @@ class Worker:
             np.copyto(wide, narrow)
 
     def _fingerprint(self) -> int:
-        """Return a number that tells the parameters from others; more than 1."""
+        """Return a number that identifies the parameters; more than 1."""
         self._widen()
         found = 0
         for entry in self.layout.entries:

@@ -276,7 +276,7 @@ def test_a_second_attempt_has_a_storage_of_its_own(name, tmp_path):
 
 def test_another_storage_than_the_centers_is_refused(name, tmp_path):
     make(name)
-    with pytest.raises(CenterError, match=r"keeps its checkpoints nowhere; this worker was told"):
+    with pytest.raises(CenterError, match=r"keeps its checkpoints nowhere; this worker was given"):
         make(name, storage=str(tmp_path))
 
 

@@ -1,4 +1,4 @@
-"""Heads and shards that are started again, forget, or cannot read what they had written."""
+"""Heads and shards that restart, forget, or cannot read what they had written."""
 
 import threading
 import time
@@ -98,10 +98,10 @@ def test_a_head_that_has_forgotten_the_center_says_so(serve):
     one.observe({name: np.ones_like(value) for name, value in VALUES.items()})
     one.exchange()
     service.head.target = service.new_head()  # without a storage
-    with pytest.raises(CenterError, match="has nothing written down to go on from"):
+    with pytest.raises(CenterError, match="has no record to go on from"):
         worker(service, rule, 1)
     zeros = np.zeros(len(service.shards[0].target._center), np.uint8)
-    with pytest.raises(CenterError, match="has been trained, but its head was started again"):
+    with pytest.raises(CenterError, match="has been trained, but its head restarted"):
         service.shards[0].target.initialise(zeros, zeros[:0])
     np.testing.assert_array_equal(service.shards[0].target.read().data.view(np.float32)[:5], -1)
 
@@ -133,7 +133,7 @@ def unreadable(monkeypatch):
 
 
 def test_a_shard_that_could_not_be_read_is_not_written_over(serve, tmp_path, monkeypatch):
-    """It is started again while the storage is away for a moment."""
+    """It restarts while the storage is away for a moment."""
     rule = AGN(workers=2, period=1, outer=SGD(1.0))
     values = {"b": np.zeros(5, np.float32)}
     service = serve(rule, values, storage=str(tmp_path / "store"))
@@ -179,7 +179,7 @@ def test_a_checkpoint_that_fails_is_told_and_not_tried_at_every_exchange(tmp_pat
 
 
 def test_a_round_that_nobody_may_close_yet_is_waited_for(serve, tmp_path):
-    """A head that was just started again closes no round, though nobody is missing."""
+    """A head that has just restarted closes no round, though nobody is missing."""
     rule = ModelAverage(workers=2, period=1)
     service = serve(rule, storage=str(tmp_path / "store"))
     for rank in range(2):

@@ -1,4 +1,4 @@
-"""Rounds at a remote center: what is called, and shards that are started again in the middle."""
+"""Rounds at a remote center: what is called, and shards that restart in the middle."""
 
 import threading
 

@@ -37,7 +37,7 @@ def test_that_it_is_away_is_said_once(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, "springline"):
         assert Call(Away(5), "read").result() == "here"
     gone, back = caplog.messages
-    assert gone == "shard 0 is gone. Asking again. (no route)"
+    assert gone == "shard 0 is gone. Retrying. (no route)"
     assert re.fullmatch(r"shard 0 is back after 0\.\d s\.", back)
 
 

@@ -182,7 +182,7 @@ def test_swapped_checkpoint_of_slices(rule, tmp_path):
 @kinds
 @pytest.mark.parametrize("has", ["nothing", "moments"])
 def test_old_checkpoint_of_agn_with_adam(has, resource, tmp_path, caplog):
-    """It lacks some state of the center's optimizer, which therefore starts anew."""
+    """It lacks some state of the center's optimizer, which starts from its initial values."""
     old = {"global_step": np.int64(3)}
     for name in ("w", "b"):
         old[f"global_center_variable/{name}"] = np.array(VALUES["agn"][name], np.float32)
@@ -200,7 +200,9 @@ def test_old_checkpoint_of_agn_with_adam(has, resource, tmp_path, caplog):
     same(values["center"], VALUES["agn"])
     same(values["local"], VALUES["agn"])
     assert values["global_step"] == 3
-    (line,) = [r.getMessage() for r in caplog.records if "starts anew" in r.getMessage()]
+    (line,) = [
+        r.getMessage() for r in caplog.records if "starts from its initial" in r.getMessage()
+    ]
     assert "beta1_power" in line
     raw = model.session.run_step_fn(lambda step_context: step_context.session)
     for v in model.opt.outer_variables():

@@ -185,7 +185,7 @@ def test_servers_that_are_gone_do_not_fail_the_end(caplog, monkeypatch):
 
     monkeypatch.setattr(model.opt, "end_in", fail)
     end(model)
-    assert "could not be told that this worker ends: gone" in caplog.text
+    assert "Could not report to the servers that this worker ends: gone" in caplog.text
 
 
 @pytest.mark.parametrize("hook", [False, True], ids=["op", "hook"])

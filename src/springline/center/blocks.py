@@ -263,7 +263,7 @@ def like(now: Point, scratch: Bytes) -> Point:
 
 
 def non_finite(layout: Layout, offset: int, rank: int) -> NonFiniteError:
-    """Return the error for a block that was refused, by what its `RefusedError` says."""
+    """Return the error for a block that was refused, from its `RefusedError`."""
     entry = layout.entry_at(offset)
     return NonFiniteError(
         f"{entry.kind.capitalize()} {entry.name!r} of rank {rank} has NaN or Inf (or would "

@@ -97,7 +97,7 @@ class Member(ABC):
 
         Args:
             x: the worker's parameters and buffers.
-            mark: what tells its parameters from others.
+            mark: identifies its parameters.
             changed: whether they are others than when it joined.
 
         Returns:
@@ -146,7 +146,7 @@ class Center(ABC):
         """Return the ranks that have made all their steps and left for good."""
 
     def given_up(self) -> list[int] | None:
-        """Return the ranks that a launcher does not start again; None if it knows of none."""
+        """Return the ranks that a launcher does not restart; None if it knows of none."""
         return None
 
     @abstractmethod

@@ -35,7 +35,7 @@ _warned: set[str] = set()  # what this process has warned of
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint says beside its tensors."""
+    """What a checkpoint holds beside its tensors."""
 
     format: int
     version: Count

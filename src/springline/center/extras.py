@@ -1,7 +1,7 @@
 """What a model's own file has beside the center: other names of tied weights, tensors not in it.
 
-A front end that knows the model writes them down beside the center, so that whoever writes the
-center as a file (`springline run`, `springline export`) can make it whole.
+A front end that knows the model writes them beside the center, so that `springline run` and
+`springline export` can write a whole file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A redo journal per shard: a block's step happens once or not at all.
 
-A step is made in the journal, marked ready, copied into place and marked done. Whoever takes the
-shard's lock next repeats a copy that was ready and not done: its maker was killed.
+A step is made in the journal, marked ready, copied into place and marked done. The next holder
+of the shard's lock redoes a copy that was ready and not done: its maker was killed.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ Bytes = NDArray[np.uint8]
 
 
 class Tensor(Protocol):
-    """Anything that tells its shape and dtype."""
+    """Anything with a shape and a dtype."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from springline.center.waiting import describe_process, describe_rank, wait_unti
 from springline.errors import CenterError
 from springline.signals import deferred
 
-if sys.platform != "win32":  # `SharedCenter` says so before it gets here
+if sys.platform != "win32":  # `SharedCenter` refuses it before it gets here
     import fcntl
 
 CREATE, ROUND, CHECKPOINT, KEEPER = range(4)
@@ -126,8 +126,8 @@ class ThreadLocks(Locks):
 class RecordLocks(Locks):
     """Record locks on the bytes of a file, which the kernel releases when their process dies.
 
-    They belong to the open file (OFD locks), not to the process: whoever else reads the file, in
-    this process too, takes nothing from them. What a process forks would keep them alive, so a
+    They belong to the open file (OFD locks), not to the process: other readers of the file, in
+    this process too, take nothing from them. What a process forks would keep them alive, so a
     forked child closes its copy before it does anything else; what is started by `exec` has none.
 
     A lock's holder writes its process id into the file, so that others can tell whom they wait for;

@@ -8,9 +8,9 @@
 Memory belongs to one directory, whose lock guards it. A directory that is moved keeps its inodes
 and its memory; a copy has others, and needs memory of its own.
 
-Whoever maps the memory holds a shared lock on its first byte (a forked child may keep it longer,
-which does no harm). Who frees memory that nobody maps locks it exclusively, so that nobody maps it
-meanwhile. `segments.py` finds what is to be freed.
+A process that maps the memory holds a shared lock on its first byte (a forked child may keep it
+longer, which does no harm). One that frees unmapped memory locks it exclusively, so that
+nobody maps it meanwhile. `segments.py` finds what is to be freed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def named(name: object, directory: Path) -> Path:
     """Return the memory that a center's directory names, if it is one of those that we make.
 
     Raises:
-        ValueError: it is not. Whoever wrote it may want us to write to, or remove, another file.
+        ValueError: it is not. It might make us write to, or remove, another file.
     """
     if name == MEMORY_NAME:
         return directory / MEMORY_NAME

@@ -33,7 +33,7 @@ EXCHANGES, STEPS, NANOSECONDS, SETTLED, CONTRIBUTED, ADOPTED, MEMBER_OF, JOINED 
 # When it last exchanged, in seconds; parts that it has exchanged without; whether its process ends.
 LAST, LEFT_OUT, ENDS = 8, 9, 10
 COLUMNS = 16
-# What JOINED says of a rank.
+# Values of JOINED.
 JOINING, HERE, FINISHED = range(3)
 # The head, before the rows: the last closed round, whether all have started once, the version that
 # the center was restored with, and how it was sealed (see `Member.seal`; 0 if it is not).
@@ -236,7 +236,7 @@ class _Written:
 
 
 def check_settings(settings: dict[str, Any]) -> None:
-    """Refuse settings that no rule has: whoever watches a run shows them.
+    """Refuse settings that no rule has: screens show them.
 
     Raises:
         ValueError: these.

@@ -1,8 +1,8 @@
-"""A center on a Ray cluster: head and shards are named, detached actors that Ray starts again.
+"""A center on a Ray cluster: head and shards are named, detached actors that Ray restarts.
 
 They outlive the processes that made them, and retire by themselves, saved, when nobody has been a
-member for a while. Ray's own retries are off: a call is retried by whoever made it, and a shard
-knows a repeat (`remote/shard.py`).
+member for a while. Ray's own retries are off: a call is retried by its caller, and a shard
+recognises a retry (`remote/shard.py`).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class RayCenter(RemoteCenter):
         join: bool = False,
         token: str | None = None,
     ) -> RayCenter:
-        """Open the center of that name, which is made by whoever comes first.
+        """Open the center of that name; the first worker makes it.
 
         Args:
             name: the center's.
@@ -103,7 +103,7 @@ class RayCenter(RemoteCenter):
                 first. So much is lost, at most, of the part that a shard holds, when it dies.
             grace: seconds without a heartbeat after which a worker counts as dead.
             linger: seconds without a worker after which the center saves itself and retires.
-            join: whether the center is known to have been made: it is not made anew.
+            join: whether the center is known to have been made: it is not made again.
             token: a secret that all workers of the center share. By default a new one, for the
                 one that makes the center to hand on (`center.token`).
         """
@@ -125,7 +125,7 @@ class RayCenter(RemoteCenter):
         if storage and storage != description["storage"]:
             raise CenterError(
                 f"The center {name!r} keeps its checkpoints {_where(description['storage'])}; this "
-                f"worker was told {_where(storage)}. It was made by somebody else: end that run, "
+                f"worker was given {_where(storage)}. Somebody else made it: end that run, "
                 "or give all its workers the same storage."
             )
         held = Plan.from_json(description["plan"])
@@ -142,7 +142,7 @@ class RayCenter(RemoteCenter):
         Args:
             name: the center's.
             address: of the cluster; by default the one that this process is in.
-            token: the center's: `center.token` of whoever made it, or `read_token(RUN)`.
+            token: the center's: `center.token` of its maker, or `read_token(RUN)`.
         """
         connect(address)
         token = token or ""

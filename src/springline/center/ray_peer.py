@@ -20,7 +20,7 @@ from springline.errors import CenterError, EndedError
 
 os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")  # to connect, of 40 seconds each
 try:
-    import ray as ray  # for whoever needs it: here it is said how to install it
+    import ray as ray  # imported here only: the error says how to install it
     from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
     from ray.exceptions import RayError as RayError
     from ray.util.scheduling_strategies import (
@@ -53,7 +53,7 @@ class Door:
 
     Args:
         connected: whether this process is in a cluster. Where it is not, Ray itself would connect
-            anew, even when the interpreter is about to end.
+            a new one, even when the interpreter is about to end.
     """
 
     def __init__(self, connected: Callable[[], bool]) -> None:
@@ -61,7 +61,7 @@ class Door:
         self.renew()
 
     def renew(self) -> None:
-        """Begin anew, in a process that was forked: who was inside is not there."""
+        """Reset in a forked process: the threads that were inside are not there."""
         self._inside: set[object] = set()
         self._closed = False
 
@@ -110,7 +110,7 @@ class RayPeer:
             return _Pending(self, self._handle.call.remote(self._token, method, *arguments))
 
     async def answer(self, method: str, *arguments: Any) -> Any:
-        """Make a call, again and again while the actor is away, from another actor."""
+        """Make a call from another actor; retry while the peer is away."""
         while True:
             try:
                 return await self._handle.call.remote(self._token, method, *arguments)

@@ -44,8 +44,8 @@ class MemoryRounds:
     def enter(self) -> None:
         """Become a member: of the open round if nobody waits in it yet, else of the next.
 
-        Whoever had this rank may have died after a round was closed: it is reduced first, so that
-        who joins takes a whole center.
+        The last worker of this rank may have died after a round was closed: that is reduced first,
+        so that the new one takes a whole center.
         """
         with self._locks.acquire(ROUND, self._member.timeout):
             this = self._open_round()

@@ -15,8 +15,8 @@ from springline.center import memory_file
 from springline.center.directory import memory_of
 from springline.errors import CenterError
 
-# "center": its directory names it. "lost": nothing does; whoever made or freed it was killed.
-# "missing": its directory is not where it was; whoever opens it at another place finds it there.
+# "center": its directory names it. "lost": nothing does; its maker was killed, or who freed it.
+# "missing": its directory is not where it was; the next to open it elsewhere finds it there.
 Fate = Literal["center", "lost", "missing"]
 _GRACE = 24 * 3600.0  # seconds that memory outlives a directory which was moved, or removed
 
@@ -53,7 +53,7 @@ class Segment:
         """Free the memory if no process maps it and its fate is still this; return whether."""
         names = {path.name for path in self.path.iterdir()}
         if not self.memory.exists():
-            # Whoever makes a segment makes its memory before the other files: those that we have
+            # The maker of a segment makes its memory before the other files: those that we have
             # seen without it were left. If there were none, it may be about to be made.
             memory_file.remove(self.path, names & memory_file.NAMES)
         else:

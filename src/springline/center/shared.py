@@ -6,7 +6,7 @@
     memory                       a mapped file, in a tmpfs if one has room, else in DIR
 
 The mapped file outlives every process. Should it be lost all the same (the machine restarted), or
-be that of another directory (this one is a copy), whoever joins next goes on from the last
+be that of another directory (this one is a copy), the next worker to join goes on from the last
 checkpoint. A launcher keeps its run's center: nobody else makes other memory for it meanwhile, and
 what is removed of it can be put back.
 """
@@ -74,7 +74,7 @@ class SharedCenter(MemoryCenter):
         restore: str | Path | None = None,
         timeout: float | None = None,
     ) -> SharedCenter:
-        """Open the center in a directory, which is made by whoever comes first.
+        """Open the center in a directory, which the first worker makes.
 
         Args:
             directory: new, empty or a center's own.
@@ -200,7 +200,7 @@ class SharedCenter(MemoryCenter):
     def retire(self) -> None:
         """Save a checkpoint and free the memory, as soon as no process maps it any more.
 
-        Whoever creates or joins a center in the directory next goes on from the checkpoint. The
+        The next worker to create or join a center in the directory goes on from the checkpoint. The
         memory of a center that a launcher keeps is freed by the launcher, when the run ends.
         """
         self.check_process()

@@ -15,7 +15,7 @@ WARN_AFTER, WARN_EVERY = 5.0, 30.0  # seconds
 _FIRST_PAUSE, _LONGEST_PAUSE = 50e-6, 5e-3
 _STATES = {"T": "stopped", "t": "stopped by a debugger", "Z": "gone", "X": "gone"}
 _log = logging.getLogger("springline")
-_warned: list[float] = []  # when this process last said that it waits
+_warned: list[float] = []  # when this process last warned that it waits
 
 
 def wait_until(
@@ -24,7 +24,7 @@ def wait_until(
     timeout: float | None,
     what: str,
 ) -> None:
-    """Ask `done` again and again, in pauses that grow from 0.05 to 5 ms.
+    """Poll `done`, in pauses that grow from 0.05 to 5 ms.
 
     Args:
         done: whether the wait is over.

@@ -92,7 +92,7 @@ class LocalCluster:
     """A free port for every task, kept for as long as this lives.
 
     The ports are bound and not listened at, with `SO_REUSEADDR`, as TensorFlow's servers bind
-    theirs: a task can then listen at its port, also when it is started again, and nobody is given
+    theirs: a task can then listen at its port, also after a restart, and nobody is given
     the port by chance in between.
     """
 
@@ -102,7 +102,7 @@ class LocalCluster:
         self.jobs: dict[Job, list[str]] = {"ps": addresses[:ps], "worker": addresses[ps:]}
 
     def environment(self, job: Job, task: int, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Return what a task is told."""
+        """Return a task's own variables: `TF_CONFIG`, and how much is logged."""
         place = {"cluster": self.jobs, "task": {"type": job, "index": task}}
         level = inherited.get("TF_CPP_MIN_LOG_LEVEL", "1")  # warnings and errors
         return {"TF_CONFIG": json.dumps(place), "TF_CPP_MIN_LOG_LEVEL": level}

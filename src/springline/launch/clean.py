@@ -55,7 +55,7 @@ def free_all(found: list[Unused]) -> tuple[int, list[str]]:
 def retire_unused(directory: Path) -> bool:
     """Save the center in a directory as its checkpoint and free its memory, if nobody uses it.
 
-    Whoever would join it meanwhile waits, and goes on from the checkpoint.
+    A worker that joins meanwhile waits, and goes on from the checkpoint.
 
     Returns:
         Whether it is freed.
@@ -64,7 +64,7 @@ def retire_unused(directory: Path) -> bool:
         if not locks.try_acquire(CREATE):
             return False
         found = read_layout(directory)
-        if found is None:  # whoever made it was killed
+        if found is None:  # its maker was killed
             free(directory / MEMORY_NAME, directory)
             return True
         plan, memory = found

@@ -20,7 +20,7 @@ from springline.launch_state import NAME as STATE_NAME
 from springline.launch_state import CenterStatus
 
 CENTER, LOCK = "center", "lock"
-RUNS = "runs"  # where runs are, if nothing else is said
+RUNS = "runs"  # where runs are, by default
 _OURS = {CENTER, LOCK, STATE_NAME, "metrics"}
 _LEAVING = 10.0  # seconds that workers of a launcher that was killed may take to be gone
 
@@ -114,9 +114,9 @@ class RunDirectory:
         except DamagedError:
             raise
         except CenterError as error:
-            told = CenterStatus.read(place)
-            if told:
-                return told.plan.workers
+            status = CenterStatus.read(place)
+            if status:
+                return status.plan.workers
             saved = newest(place / CHECKPOINT_NAME)
             if saved is None and (place / LAYOUT_NAME).exists():
                 raise LaunchError(str(error)) from error

@@ -44,11 +44,11 @@ class Keeper:
     what the workers have, and saves that.
 
     A worker that is stopped in the middle of an exchange keeps its shard's lock for as long, and
-    a checkpoint waits for that lock: whoever watches the workers must not wait with it.
+    a checkpoint waits for that lock: the thread that watches the workers must not wait with it.
 
     Args:
         claim: the run's directory.
-        say: told of a checkpoint that failed, and of files that were lost.
+        say: prints that a checkpoint failed, or files were lost.
     """
 
     def __init__(self, claim: RunDirectory, say: Callable[[str], None]) -> None:

@@ -22,7 +22,7 @@ from springline.launch_state import NAME, LaunchState
 from springline.run import Run
 
 _LOOK = 0.1  # seconds between two looks at the workers
-_PAUSE = 0.5  # seconds before a worker that died is started again
+_PAUSE = 0.5  # seconds before a dead worker is restarted
 # Seconds after a stop was asked for, and what workers that are still there get then.
 _PRESSURE = ((0.0, signal.SIGINT), (5.0, signal.SIGTERM), (8.0, signal.SIGKILL))
 # Without a parameter server a worker of TensorFlow waits in a call that hears no SIGINT.
@@ -42,8 +42,8 @@ class Launcher:
             hold the center; by default as many as the run in the directory has, else none.
         directory: the run's; None for a new one in `runs/`.
         cluster: what is asked of a Ray cluster; without an address, nothing.
-        max_restarts: how many times each worker that dies is started again.
-        say: told in a sentence what happens to workers.
+        max_restarts: how many times each worker that dies is restarted.
+        say: prints what happens to workers.
 
     Raises:
         LaunchError: the run cannot start; nothing was done.
@@ -221,7 +221,7 @@ class Launcher:
         self._backend.gone(process, self._status is not None)
         if process.refused:
             entry.state = "failed"
-            if self._status is None:  # else it was said of another
+            if self._status is None:  # else another's was printed
                 self._stop(1)
                 self._tell(process.refused)
         elif self._status is not None:
@@ -294,7 +294,7 @@ class Launcher:
                 self._tell(f"Could not write {self.directory / NAME}: {error.strerror}.")
 
     def _tell(self, text: str) -> None:
-        with contextlib.suppress(OSError, SystemExit):  # whoever listened is gone; we go on
+        with contextlib.suppress(OSError, SystemExit):  # the reader is gone; we go on
             self._say(text)
 
 

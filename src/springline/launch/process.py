@@ -45,7 +45,7 @@ class Task(ABC):
 
     Attributes:
         entry: what is known of it.
-        restart_at: when it is to be started again, if it is.
+        restart_at: when it is to be restarted, if it is.
         refused: why the run cannot go on with it, once that is known.
     """
 
@@ -82,7 +82,7 @@ class Task(ABC):
         """Kill it and all that it has started."""
 
     def release(self) -> None:
-        """Give back what it holds: it is not started again."""
+        """Give back what it holds: it is not restarted."""
 
     def describe_end(self) -> str:
         """Say how it ended."""

@@ -143,7 +143,7 @@ class RayBackend(Backend):
             worker.release()
 
     def _given_up(self) -> list[int]:
-        """Return the ranks that are not started again."""
+        """Return the ranks that are not restarted."""
         return [worker.entry.rank for worker in self._ranks if worker.entry.is_over]
 
     def _is_cut_off(self) -> bool:
@@ -155,7 +155,7 @@ class RayBackend(Backend):
 
 
 class _Warnings(logging.Handler):
-    """Says what is logged while we ask the center, each once in a while."""
+    """Prints what is logged while we call the center, each once in a while."""
 
     def __init__(self, say: Say) -> None:
         super().__init__(logging.WARNING)
@@ -163,7 +163,7 @@ class _Warnings(logging.Handler):
         self._said: dict[tuple[str, ...], float] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Say it, unless the same was said a moment ago."""
+        """Print it, unless the same was printed a moment ago."""
         args = record.args if isinstance(record.args, tuple) else ()
         what = record.msg, *map(str, args[:1])  # numbers may follow
         if time.monotonic() - self._said.get(what, -_AGAIN) >= _AGAIN:
@@ -260,7 +260,7 @@ def _find(script: str, asked: ClusterRequest) -> tuple[str | None, str]:
 
 
 def _options(asked: ClusterRequest) -> dict[str, Any]:
-    """Return the options of a worker's actor: Ray restarts it, the launcher repeats its calls."""
+    """Return the options of a worker's actor: Ray restarts it, the launcher retries its calls."""
     return {
         "num_cpus": 1.0 if asked.cpus is None else asked.cpus,
         "num_gpus": asked.gpus or 0.0,

@@ -1,6 +1,6 @@
 """What the launcher does for a center on a Ray cluster: names it, watches it, fetches it.
 
-RUN/center/status.json    what the center reported last, for whoever watches the run
+RUN/center/status.json    what the center reported last, for those who watch the run
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class RayKeeper(Keeper):
 
     Args:
         claim: the run's directory.
-        say: told where the center is taken from at the end, if it is gone.
+        say: prints where the center is taken from at the end, if it is gone.
         name: the center's.
         storage: where its shards keep checkpoints, if anywhere.
         token: the center's.
-        given_up: returns the ranks that are not started again.
+        given_up: returns the ranks that are not restarted.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class RayKeeper(Keeper):
         self._last: CenterStatus | None = None
         self._lost = False  # whether it was there, and is not any more
         self._looks = 0
-        self._shards: dict[str, Trouble] = {}  # what each said last, by name
+        self._shards: dict[str, Trouble] = {}  # what each reported last, by name
         self._ask_shards_at = 0.0
 
     def gone(self, rank: int) -> None:

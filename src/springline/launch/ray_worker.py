@@ -1,7 +1,7 @@
 """One worker of a run on a Ray cluster: the launcher's end of its actor.
 
 Ray restarts the actor, on another machine if need be. The launcher asks one question, again and
-again: the actor starts a script once for each number, and is told which bytes of the worker's files
+again: the actor starts a script once for each number, and is sent which bytes of the worker's files
 the launcher has, so that asking twice does no harm.
 """
 

@@ -69,28 +69,28 @@ class ClusterRequest(Asked):
 
     def absolute(self) -> ClusterRequest:
         """Return the same, whatever directory one is in."""
-        said = asdict(self)
+        given = asdict(self)
         if self.storage and self.storage != NO_STORAGE and "://" not in self.storage:
-            said["storage"] = str(Path(self.storage).absolute())
+            given["storage"] = str(Path(self.storage).absolute())
         if self.working_dir:
-            said["working_dir"] = str(Path(self.working_dir).absolute())
-        return ClusterRequest(**said)
+            given["working_dir"] = str(Path(self.working_dir).absolute())
+        return ClusterRequest(**given)
 
     def over(self, before: Mapping[str, Any] | None, directory: Path) -> ClusterRequest:
-        """Return this, and where it says nothing what an earlier launch here was asked, if any."""
-        said = {k: v for k, v in asdict(self).items() if v is not None}
+        """Return this, filled in with what an earlier launch here was asked, if any."""
+        given = {k: v for k, v in asdict(self).items() if v is not None}
         known = {field.name for field in fields(self)}
         asked = {k: v for k, v in (before or {}).items() if k in known}
         made = before is not None and CenterStatus.read(directory / CENTER)
         for name in ("storage", "shards") if made else ():
-            if said.get(name, asked.get(name)) != asked.get(name):
+            if given.get(name, asked.get(name)) != asked.get(name):
                 option, was = _OPTIONS[name], asked.get(name)
                 how = f"without `{option}`" if was is None else f"with `{option} {was}`"
                 raise LaunchError(
                     f"The run in {directory} was started {how}, for good. Received: `{option} "
-                    f"{said[name]}`. Leave it out, or start a new run."
+                    f"{given[name]}`. Leave it out, or start a new run."
                 )
-        merged = ClusterRequest(**{**asked, **said})
+        merged = ClusterRequest(**{**asked, **given})
         merged._check_address()
         return merged
 

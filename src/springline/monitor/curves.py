@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from springline.center.plan import Plan
 from springline.monitor.metrics import Floats, Series, is_center
 
-_BREAK = 60.0  # seconds without any worker that are left out where no launcher tells of a pause
+_BREAK = 60.0  # seconds without any worker that are left out where no launcher reports a pause
 _WHOSE = ("train", "training", "test", "local", "worker")
 
 

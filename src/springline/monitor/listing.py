@@ -88,7 +88,7 @@ def _state(run: Path, launch: LaunchState | None, center: CenterState) -> str:
     if center.members or is_held(run):
         return "running"
     if launch is None:
-        return "ended"  # nobody tells how
+        return "ended"  # how is unknown
     states = {worker.state for worker in launch.workers}
     if "failed" in states:
         return "failed"

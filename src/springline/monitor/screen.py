@@ -60,7 +60,7 @@ _OTHER_ROWS = 9  # of the live screen, beside the workers'
 class Screen:
     """Shows a run for as long as the context lasts.
 
-    Live it is a picture that is drawn again and again; else a line every five seconds and at the
+    Live it is a picture that is redrawn; else a line every five seconds and at the
     end, without control characters.
     """
 
@@ -195,7 +195,7 @@ class Screen:
 
 
 def _end_of(path: str, room: int) -> str:
-    """Cut a path that is too long at its beginning: its end is what tells runs apart."""
+    """Cut a path that is too long at its beginning: runs differ at the end."""
     if cell_len(path) <= room:
         return path
     while path and cell_len(path) > room - 1:

@@ -1,4 +1,4 @@
-"""Where the state of a run is read from, again and again: the center and the ranks' metrics."""
+"""Where the state of a run is polled: the center and the ranks' metrics."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def find_plan(center: Path) -> Plan | None:
     found = read_layout(center)
     if found:
         return found[0]
-    told = CenterStatus.read(center)
-    return told.plan if told else None
+    status = CenterStatus.read(center)
+    return status.plan if status else None
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class CenterReader:
         """Read the counters now."""
         self._look()
         if self._plan is None:
-            self._last = self._told()
+            self._last = self._reported()
         elif self._center is None:
             self._last = self._without_memory(self._plan)
         else:
@@ -117,17 +117,17 @@ class CenterReader:
             except (CenterError, OSError):  # its memory went away this very moment
                 self._known = None
 
-    def _told(self) -> CenterState:
-        """Return what the launcher has written down; who is a member only while it lives."""
-        told = CenterStatus.read(self.directory)
-        if told is None:
+    def _reported(self) -> CenterState:
+        """Return what the launcher has written; members only while it is alive."""
+        status = CenterStatus.read(self.directory)
+        if status is None:
             return CenterState()
-        progress = tuple(Progress(*rank) for rank in told.progress)
-        members = tuple(told.members) if is_held(self.directory.parent) else ()
-        return CenterState(told.plan, told.version, progress, members)
+        progress = tuple(Progress(*rank) for rank in status.progress)
+        members = tuple(status.members) if is_held(self.directory.parent) else ()
+        return CenterState(status.plan, status.version, progress, members)
 
     def _without_memory(self, plan: Plan) -> CenterState:
-        """Return what was seen last, or what the checkpoint says."""
+        """Return what was seen last, or what the checkpoint holds."""
         saved = newest(self.directory / CHECKPOINT_NAME, whole=False)
         if saved is None:
             return replace(self._last, plan=plan, members=())

@@ -22,8 +22,8 @@ from springline.monitor.metrics import FOLDER, Evaluation
 from springline.monitor.sources import CenterReader, CenterState, RankReader
 from springline.typed import Count, convert
 
-# "left" is a worker that is no member of its center any more, where no launcher tells why. Of those
-# whose center is with them, and which no launcher has started, it is "unknown".
+# "left" is a worker that is no member of its center any more, and no launcher reports why. It is
+# "unknown" if the center is with the workers and no launcher has started them.
 State = WorkerState | Literal["left", "unknown"]
 _DIGITS = 20  # of a number of steps, at most
 
@@ -67,7 +67,7 @@ class Status:
 
 
 class StatusReader:
-    """Reads the state of a run again and again, at little cost."""
+    """Polls the state of a run, at little cost."""
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)

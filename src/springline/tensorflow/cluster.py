@@ -97,7 +97,7 @@ def cluster(serve: bool = True, ps_timeout: float | None = 60.0) -> Cluster:
         ps_timeout: seconds that a parameter server may be out of reach; None to wait for ever.
 
     Raises:
-        ValueError: `TF_CONFIG` is wrong; the message says what of it.
+        ValueError: `TF_CONFIG` is wrong; the message names what.
         RuntimeError: the port is taken, or there are several workers and no `TF_CONFIG`.
     """
     if ps_timeout is not None and not ps_timeout > 0:
@@ -133,13 +133,13 @@ def cluster(serve: bool = True, ps_timeout: float | None = 60.0) -> Cluster:
 
 
 def read_config(text: str) -> tuple[Any, str, int]:
-    """Return what a `TF_CONFIG` says: a `ClusterSpec`, the job of this task, its number in the job.
+    """Parse a `TF_CONFIG`: a `ClusterSpec`, the job of this task, its number in the job.
 
     >>> read_config('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}')[1:]
     ('worker', 0)
 
     Raises:
-        ValueError: it says something else.
+        ValueError: it is something else.
     """
     try:
         config = json.loads(text)

@@ -87,7 +87,7 @@ class CenterHook(v1.train.SessionRunHook):
         try:
             self._optimizer.end_in(session, options)
         except tf.errors.OpError as error:
-            _log.warning("The servers could not be told that this worker ends: %s", error.message)
+            _log.warning("Could not report to the servers that this worker ends: %s", error.message)
         servers_not_needed()
 
     def _steps_in(self, run_context: Any) -> list[Step]:

@@ -126,7 +126,7 @@ class Barrier:
 def wait_in_graph(
     look: Callable[[], tuple[Tensor, ...]], timeout: float | None, what: str
 ) -> Tensor:
-    """Look again and again, in the graph, until the first of what `look` returns is true.
+    """Poll, in the graph, until the first of what `look` returns is true.
 
     The second are the names of those who are missing, for the messages. There are pauses in
     between, which grow as those of `wait_until`.

@@ -1,6 +1,6 @@
 """The rounds of averaging, as each server keeps them.
 
-In a round every worker's variables are added to accumulators, and whoever comes last sets the
+In a round every worker's variables are added to accumulators, and the last worker sets the
 centers to the means. A table has, for each worker, the number of the last round that it took part
 in. Rounds are numbered by the first server; a worker asks it, tells the others, and the first one
 last. So a worker that was killed in between finds the same round open when it is back, takes part
@@ -8,8 +8,8 @@ where it had not, and no server is ever ahead of the others by more than that ro
 
 A worker is entered in the table before its variables are added. Killed in between, and back in
 time, it does not count twice: what was not added yet, of one round on one server, is missing in the
-mean, which is then that of the others. Killed while it closes a round, it leaves that to be done by
-whoever comes next; the center of a variable whose mean it had taken and not yet set stays as it was
+mean, which is then that of the others. Killed while it closes a round, it leaves that to
+the next worker; the center of a variable whose mean it had taken and not yet set stays as it was
 for that round.
 
 A worker that was never there is waited for from the start. One that has left is not, however many

@@ -40,7 +40,7 @@ class JoiningSaver(v1.train.Saver):
     Args:
         alive: a tensor, whether the servers hold a center.
         outer: the state of AGN's optimizer of the center. TensorFlow 1's checkpoints do not have
-            all of it; then it starts anew.
+            all of it; then it starts from its initial values.
         **kwargs: of `tf.compat.v1.train.Saver`.
     """
 
@@ -61,7 +61,7 @@ class JoiningSaver(v1.train.Saver):
         missing = self._missing(save_path)
         if missing and self._without:
             _log.warning(
-                "%s is without %s: the center's optimizer starts anew.",
+                "%s is without %s: the center's optimizer starts from its initial values.",
                 save_path,
                 ", ".join(missing),
             )

@@ -7,7 +7,7 @@ server talks to it, whether or not a condition around it is true. *Remotely*: th
 function that opens the variables by name, and a single operation on the worker calls it. Then a
 step that does not call it never reaches the server.
 
-A part has a lock on its server, which all workers share: whoever has it takes its turn alone.
+A part has a lock on its server, which all workers share: its holder takes its turn alone.
 """
 
 from __future__ import annotations

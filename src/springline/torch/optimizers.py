@@ -260,7 +260,7 @@ class AGNOptimizer(CenterOptimizer):
 
     def _load_worker_state(self, state: State) -> None:
         super()._load_worker_state(state)
-        self._sums = []  # the next step looks anew
+        self._sums = []  # the next step looks again
 
     def _before_exchange(self) -> None:
         self._mirror.down()

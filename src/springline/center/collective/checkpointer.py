@@ -19,7 +19,7 @@ from springline.errors import CenterError, CheckpointError
 from springline.files import write_text
 
 Snapshot = Callable[[], tuple[Bytes, Bytes, int, list[int]]]  # center, state, version, steps
-_OURS = 0  # the lock of whoever keeps checkpoints in a directory
+_OURS = 0  # the lock of the group that keeps checkpoints in a directory
 _log = logging.getLogger("springline")
 
 
@@ -103,7 +103,7 @@ def _alone_in(directory: Path) -> RecordLocks | None:
         _log.warning("Two groups in %s would not notice each other: %s", directory, error)
         return None
     if taken:
-        with contextlib.suppress(OSError):  # what cannot be written is said when it matters
+        with contextlib.suppress(OSError):  # a write error is raised when it matters
             write_text(owner, here)
         return locks
     locks.close()

@@ -4,8 +4,8 @@ Nothing else uses it, so that an exchange in the background meets no other commu
 script, whatever that does meanwhile. Texts travel as bytes, never as pickles.
 
 Who is missing is found out through the group's store: a rank that waits for long, or has failed,
-writes there how many calls it has made. Whoever is behind has not come. The store is with rank 0 or
-with `torchrun`, and may be gone as well: nobody waits for it for long.
+writes there how many calls it has made. A rank that is behind has not come. The store is with
+rank 0 or `torchrun`, and may be gone as well: nobody waits for it for long.
 """
 
 from __future__ import annotations

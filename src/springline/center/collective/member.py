@@ -96,7 +96,7 @@ class CollectiveMember(Member):
 
         Args:
             x: this rank's; None for one that has not loaded any.
-            mark: what tells them from others.
+            mark: identifies them.
             changed: whether they are others than when the center was made.
         """
         center, rank = self.center, self.rank
@@ -134,7 +134,7 @@ class CollectiveMember(Member):
                 self._seal(None)
             while not (self.center.group.broken or all(r.finished for r in self.center.rows)):
                 self.center.replica.messages.fill(0)
-                with contextlib.suppress(NonFiniteError):  # of others, who are told
+                with contextlib.suppress(NonFiniteError):  # of others, which raise it
                     self._meet(RankReport(False, True, False, self._seconds, self._steps))
             whole = not self.center.group.broken
             self.center.group.part()

@@ -68,7 +68,7 @@ class Replica:
             tensor.copy_(staged)
 
     def checksum(self) -> int:
-        """Return a number that tells the center and its state from others."""
+        """Return a checksum of the center and its state."""
         return zlib.crc32(self.state.data, zlib.crc32(self.center.data)) or 1
 
     def report(self, rank: int, row: RankReport) -> None:

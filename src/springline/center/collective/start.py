@@ -31,7 +31,7 @@ def agree(
     found: Exception | None = None
     try:
         mine |= prepare()
-    except Exception as error:  # the others are told, whatever it is
+    except Exception as error:  # reported to the others, whatever it is
         found = error
         mine["error"] = str(error)
     all_ranks = [json.loads(text) for text in group.gather(json.dumps(mine))]

@@ -31,7 +31,7 @@ class RemoteCenter(Center):
     """A center behind a head and shards.
 
     Args:
-        description: what the head tells about it.
+        description: the head's record of it.
         head: the head.
         shards: all of them, in order.
     """
@@ -56,7 +56,7 @@ class RemoteCenter(Center):
         return self._version
 
     def members(self) -> list[int]:
-        """Return the ranks that were heard of lately."""
+        """Return the ranks with a recent heartbeat."""
         return self._look(self._ask_head()).members
 
     def finished(self) -> list[int]:
@@ -64,7 +64,7 @@ class RemoteCenter(Center):
         return self._look(self._ask_head()).finished
 
     def given_up(self) -> list[int] | None:
-        """Return the ranks that a launcher does not start again; None if there is none."""
+        """Return the ranks that a launcher does not restart; None if there is none."""
         return self._look(self._ask_head()).given_up
 
     def progress(self) -> list[Progress]:

@@ -36,14 +36,14 @@ AskRows = Callable[[int], Awaitable[tuple[dict[int, RankProgress], int]]]
 
 @dataclass
 class Look:
-    """What the head knows, for whoever asks."""
+    """What the head knows."""
 
     members: list[int]
     rows: dict[int, RankProgress]  # as of the members' last heartbeats
     closed: int  # the last closed round
     description: dict[str, Any]
     finished: list[int]  # ranks that have made all their steps
-    given_up: list[int] | None  # ranks that the launcher does not start again, if there is one
+    given_up: list[int] | None  # ranks that the launcher does not restart, if there is one
 
 
 class Head(Registration):
@@ -81,7 +81,7 @@ class Head(Registration):
         self._rows: dict[int, RankProgress] = {}
         self._started = False
         self._finished: set[int] = set()
-        self._given_up: tuple[float, list[int]] | None = None  # when a launcher said so, and whom
+        self._given_up: tuple[float, list[int]] | None = None  # when reported, and whom
         self._change = asyncio.Event()
         self._ticking: asyncio.Future[None] | None = None
         self._ending = False
@@ -103,7 +103,7 @@ class Head(Registration):
         )
 
     async def stay(self, given_up: list[int] | None = None) -> None:
-        """Hear of a launcher, and of the ranks that it does not start again."""
+        """Hear of a launcher, and of the ranks that it does not restart."""
         if given_up is not None:
             self._given_up = time.monotonic(), given_up
 
@@ -123,7 +123,7 @@ class Head(Registration):
         Args:
             rank: the worker's.
             incarnation: the worker's.
-            mark: what tells its parameters from others.
+            mark: identifies its parameters.
             changed: whether the shards have others.
             held: the lease under which it has sent its parameters to the shards; 0 if it has not.
 
@@ -202,7 +202,7 @@ class Head(Registration):
         return True
 
     async def leave(self, rank: int, incarnation: int | None, finished: bool = False) -> None:
-        """Give a rank back; without an incarnation, whoever has it is known to be dead."""
+        """Give a rank back; without an incarnation, its holder is known to be dead."""
         member = self._membership.members.get(rank)
         if finished and incarnation is not None:
             await self.finish(rank, incarnation)

@@ -102,7 +102,7 @@ class Interceptor:
         check_rank(rank, plan.workers if plan else math.inf)
 
     def _incarnation(self, incarnation: Any) -> None:
-        if incarnation is not None:  # of whoever has the rank
+        if incarnation is not None:  # None: whichever has the rank
             _whole(incarnation, "incarnation")
 
     def _issued(self, rank: int, incarnation: int) -> None:

@@ -52,7 +52,7 @@ class Ledger:
             return dict(self._rows)
 
     @contextlib.contextmanager
-    def alone(self, sender: Sender) -> Iterator[None]:
+    def one_at_a_time(self, sender: Sender) -> Iterator[None]:
         """Let a rank do one thing at a time: a retry may arrive while its exchange is applied.
 
         Raises:
@@ -84,7 +84,7 @@ class Ledger:
         return sender.at <= (row.incarnation, row.number)
 
     def note(self, sender: Sender) -> None:
-        """Write down that an exchange is in the center, as far as it was not refused."""
+        """Record an exchange as applied, as far as it was not refused."""
         with self._table:
             known = self._rows.get(sender.rank, RankProgress())
             if self.restarted and sender.rank not in self._heard:
@@ -97,7 +97,7 @@ class Ledger:
                 )
 
     def discount(self, sender: Sender) -> None:
-        """Do not count a rank's last exchange: it has steps and exchanges as `sender` says."""
+        """Do not count a rank's last exchange: it has the steps and exchanges of `sender`."""
         with self._table:
             row = self._rows.get(sender.rank, RankProgress())
             if (row.incarnation, row.number) == sender.at:

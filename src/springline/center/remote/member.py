@@ -1,4 +1,4 @@
-"""One worker's place at a remote center: what it sends, and what it makes of the replies."""
+"""A member of a remote center: what it sends, and what it makes of the replies."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from springline.center.remote.center import RemoteCenter
 
 _POLL = 5.0  # seconds that the head is asked to wait for others in one call
-_PAUSE = 0.1  # seconds before the head is asked again who gives the first values
-_RESTART = 30.0  # seconds beyond the timeout in which a head or shard may be started again
+_PAUSE = 0.1  # seconds between two polls of who gives the first values
+_RESTART = 30.0  # seconds beyond the timeout in which a head or shard may restart
 _log = logging.getLogger("springline")
 
 
 class RemoteMember(Member):
-    """One worker's place at a remote center."""
+    """A member of a remote center."""
 
     def __init__(
         self, center: RemoteCenter, rank: int, rule: Rule, timeout: float | None = None
@@ -146,7 +146,7 @@ class RemoteMember(Member):
             self._heartbeats.join(2 * HEARTBEAT)  # no call may be open when Ray is shut down
 
     def confirm_finished(self) -> None:
-        """Tell a head that may have been restarted meanwhile."""
+        """Report it to a head that may have restarted meanwhile."""
         self.center.head.tell("finish", self.rank, self._incarnation)
 
     def check_here(self) -> None:

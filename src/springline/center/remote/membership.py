@@ -12,7 +12,7 @@ _KNOWN = 10  # rounds whose contributors are remembered
 
 
 class NotAMemberError(CenterError):
-    """The head does not know a member any more."""
+    """The head does not know this member any more."""
 
 
 @dataclass
@@ -59,11 +59,11 @@ class Membership:
         self._lease = Lease()
 
     def is_alive(self, member: MemberState) -> bool:
-        """Whether it was heard of lately."""
+        """Whether it sent a heartbeat lately."""
         return time.monotonic() - member.heard < self._grace
 
     def alive(self) -> list[int]:
-        """Return the ranks that were heard of lately."""
+        """Return the ranks with a recent heartbeat."""
         return sorted(rank for rank, member in self.members.items() if self.is_alive(member))
 
     def find(self, rank: int, incarnation: int) -> MemberState | None:

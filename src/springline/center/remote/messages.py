@@ -39,7 +39,7 @@ class Sender:
 
     @property
     def at(self) -> tuple[int, int]:
-        """Incarnation and number: what a shard tells a retry by."""
+        """Incarnation and number, by which a shard recognises a retry."""
         return self.incarnation, self.number
 
 
@@ -137,7 +137,7 @@ class RankProgress:
 def latest(
     found: Sequence[tuple[dict[int, RankProgress], int]],
 ) -> tuple[dict[int, RankProgress], int]:
-    """Return of what the shards know of each rank the latest."""
+    """Return the latest that the shards know of each rank."""
     rows: dict[int, RankProgress] = {}
     for shard, _ in found:
         for rank, row in shard.items():

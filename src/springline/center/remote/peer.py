@@ -1,6 +1,6 @@
 """The other side of a call: a head or a shard, in another process or on another machine.
 
-A call may be lost on its way there or on its way back, and whoever makes it cannot tell which. So
+A call may be lost on its way there or on its way back, and the caller cannot know which. So
 every call is retried until it is answered, and must be idempotent.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from springline.center.waiting import WARN_EVERY
 from springline.errors import CenterError
 
-_PAUSE = 0.2  # seconds before a peer that was lost is asked again
+_PAUSE = 0.2  # seconds before a call to a lost peer is retried
 _LOOK = 1.0  # seconds between two looks at the clock while a call is under way
 _log = logging.getLogger("springline")
 
@@ -34,7 +34,7 @@ class Pending(Protocol):
         """Return the answer, or raise what the call raised.
 
         Raises:
-            NotHereError: it is not here yet; ask again.
+            NotHereError: it is not here yet; try again.
             PeerLostError: it will not come.
         """
 
@@ -48,11 +48,11 @@ class Peer(Protocol):
         """Begin a call."""
 
     def tell(self, method: str, *arguments: Any) -> None:
-        """Make a call whose answer nobody waits for."""
+        """Make a call without waiting for the answer."""
 
 
 class Call:
-    """A call that is made until it is answered.
+    """A call that is retried until it is answered.
 
     Args:
         peer: who is called.
@@ -86,7 +86,7 @@ class Call:
         """
         start = time.monotonic()
         warn_at = start + WARN_EVERY
-        said = False
+        warned = False
         while True:
             try:
                 answer = self._pending.result(_LOOK if self._timeout is None else _PAUSE)
@@ -94,11 +94,11 @@ class Call:
                 lost = False
             except PeerLostError as error:
                 lost = True
-                if not said:
-                    _log.warning("%s is gone. Asking again. (%s)", self._peer.name, error)
-                said = True
+                if not warned:
+                    _log.warning("%s is gone. Retrying. (%s)", self._peer.name, error)
+                warned = True
             else:
-                if said:
+                if warned:
                     passed = time.monotonic() - start
                     _log.warning("%s is back after %.1f s.", self._peer.name, passed)
                 return answer

@@ -1,9 +1,9 @@
 """Synchronous rounds at a remote center.
 
-A worker sends its message to every shard and then tells the head. The head closes the round over
-those who did, and everybody takes the mean of these from the shards, which make it when they are
-first asked. A worker that dies between two shards has told the head nothing: what it sent does not
-count. Who was in a round is in the next: it need not ask which that is.
+A worker sends its message to every shard and then reports to the head. The head closes the round
+over those that did, and all of them take the mean from the shards, which make it on the first call.
+A worker that dies between two shards has reported nothing: what it sent does not count. A member of
+one round is in the next: it need not ask which that is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from springline.center.remote.messages import ClosedRound, Message, Reply
 from springline.center.remote.worker_blocks import WorkerBlocks
 from springline.errors import CenterError, NonFiniteError
 
-_RESENT = 10.0  # seconds that others have to send again what a restarted shard has lost
+_RESENT = 10.0  # seconds that others have to resend what a restarted shard has lost
 
 if TYPE_CHECKING:
     from springline.center.remote.member import RemoteMember
@@ -71,7 +71,7 @@ class RemoteRounds:
         return messages
 
     def _close(self, number: int) -> ClosedRound | None:
-        """Say that we have contributed, and wait until the round is closed.
+        """Report our contribution, and wait until the round is closed.
 
         Returns:
             The closed round; None if it was closed before.
@@ -102,7 +102,7 @@ class RemoteRounds:
             raise refused
 
     def _reduce_again(self, k: int, message: Message, closed: ClosedRound) -> Reply:
-        """Take the mean from a shard that was started again: what it had been sent is gone.
+        """Take the mean from a shard that restarted: what it had been sent is gone.
 
         We send our message again, and so do those who wait as we do. The others have gone on with
         the mean that it gave them, and are left out of this one.

@@ -92,7 +92,7 @@ class Shard:
         self._turn = threading.Lock()  # of an exchange
         self._others: dict[tuple[int, int], int] = {}  # exchanges of others, at a worker's last
         self._problem = CenterError(
-            f"{self.name.capitalize()} of the center was started again and has no checkpoint to go "
+            f"{self.name.capitalize()} of the center restarted and has no checkpoint to go "
             "on from. Start a new run, with a storage (`--storage`)."
         )
         self._restoring = threading.Lock()
@@ -129,7 +129,7 @@ class Shard:
         """Apply a worker's exchange, once."""
         sender = message.sender
         self._check_ready()
-        with self._ledger.alone(sender), self._turn:
+        with self._ledger.one_at_a_time(sender), self._turn:
             if self._ledger.applied(sender):
                 return self._replies.to(sender) or Reply(self._steps.published(), forgotten=True)
             self._replies.forget(sender.rank)
@@ -162,12 +162,12 @@ class Shard:
 
         Args:
             closed: the round. If its contributors are not known any more: of the messages that are
-                here, with that of whoever asks.
+                here, with the sender's.
             sender: who asks.
             without: contributors that do not send again what a shard has lost in a restart.
 
         Returns:
-            The ranks whose messages are not here, if any: this shard was started again meanwhile.
+            The ranks whose messages are not here, if any: this shard restarted meanwhile.
         """
         self._check(sender)
         number, contributors = closed.number, closed.contributors
@@ -209,7 +209,7 @@ class Shard:
             self._checkpoints.save()
 
     def trouble(self) -> Trouble:
-        """Return what whoever watches should know of."""
+        """Return what the launcher should report."""
         failed = self._checkpoints.failed if self._checkpoints else None
         lost = 0 if self.plan.rounds else self._ledger.lost  # rounds are made again
         return Trouble(self.incarnation, failed, lost, self._back_to)
@@ -256,7 +256,7 @@ class Shard:
             self._checkpoints.count()
 
     def _restore(self, checkpoints: Checkpoints) -> None:
-        """Go on from the last checkpoint; what is wrong with it is said to whoever asks."""
+        """Go on from the last checkpoint; what is wrong with it is raised by the next call."""
         try:
             saved = checkpoints.read()
         except CenterError as error:
