@@ -27,6 +27,7 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, de
 
 from springline.center.waiting import WARN_EVERY, wait_until
 from springline.errors import CenterError, RoundTimeoutError
+from springline.signals import deliver
 
 REPORT_AFTER = 1.0  # seconds that a rank waits before it writes to the store
 _SLICE = 1.0  # seconds: torch's wait hears no signal
@@ -186,6 +187,7 @@ class Group:
         since = time.monotonic()
         report_at, warn_at = since + REPORT_AFTER, since + WARN_EVERY
         while not self._is_done(work):
+            deliver()
             now = time.monotonic()
             if now > report_at:
                 report_at = float("inf")

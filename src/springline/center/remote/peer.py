@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from springline.center.waiting import WARN_EVERY
 from springline.errors import CenterError
+from springline.signals import deliver
 
 _PAUSE = 0.2  # seconds before a call to a lost peer is retried
 _LOOK = 1.0  # seconds between two looks at the clock while a call is under way
@@ -88,6 +89,7 @@ class Call:
         warn_at = start + WARN_EVERY
         warned = False
         while True:
+            deliver()
             try:
                 answer = self._pending.result(_LOOK if self._timeout is None else _PAUSE)
             except NotHereError:
