@@ -231,12 +231,33 @@ def test_a_sum_that_overflows_is_refused_on_all_ranks(ranks):
         worker.parameters["v"][:] = 3.4e38
         with pytest.raises(NonFiniteError, match=r"'v' would overflow the center.*on all ranks"):
             worker.step()
-        assert (worker.center.values()["v"], worker.center.version) == (np.float32(3e38), 1)
+        assert worker.center.values()["v"] == np.float32(3e38)
         worker.take_center()
         worker.step()
         return worker.center.version
 
-    assert ranks(train, 3) == [2, 2, 2]
+    assert ranks(train, 3) == [3, 3, 3]
+
+
+def test_a_rank_that_is_too_far_from_the_center_raises_alone(ranks):
+    """Its difference to the center overflows, the mean's does not."""
+    rule = ElasticAverage(workers=2, period=1, moving_rate=0.5)
+
+    def train(rank, backend):
+        worker = make(rank, backend, rule, {"v": np.full(3, -2e38, np.float32)})
+        worker.parameters["v"][:] = -3e38 if rank else 3e38
+        if rank == 0:
+            with pytest.raises(NonFiniteError, match="Rank 0 is too far from the center to adopt"):
+                worker.step()
+            worker.take_center()
+        else:
+            worker.step()
+        worker.step()
+        return worker.center.version, worker.center.values()["v"].tolist()
+
+    one, two = ranks(train, 2)
+    assert one == two
+    assert one[0] == 2
 
 
 @pytest.mark.parametrize("name", RULES)

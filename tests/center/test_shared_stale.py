@@ -166,3 +166,17 @@ def test_an_interrupted_wait_does_not_spoil_the_round_of_the_others(directory):
     assert workers[0].parameters["v"].tolist() == workers[1].parameters["v"].tolist() == [52] * 4
     for worker in workers:
         worker.center.close()
+
+
+@pytest.mark.parametrize("text", [b"\xff\xfe", b"a\0b", b""])
+@pytest.mark.parametrize("name", ["run", "identity"])
+def test_a_damaged_note_beside_one_centers_memory_costs_no_other_center(
+    tmp_path, tmpfs, name, text
+):
+    worker = Worker(VALUES, RULE, tmp_path / "one")
+    (home,) = tmpfs.iterdir()
+    (home / name).write_bytes(text)
+    with Worker(VALUES, RULE, tmp_path / "two") as other:
+        other.step()
+    other.center.retire()
+    worker.center.close()

@@ -2,10 +2,12 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 
-from springline import outer
+from own_rules import MeanOfPseudoGradients
+from springline import Worker, outer
 from springline.torch import AGNOptimizer
 from springline.torch.outer import TorchOuter
 
@@ -121,3 +123,17 @@ def test_state_needs_locks():
         AGNOptimizer(inner, model=net, outer=outer.Momentum(0.1), use_locking=False)
     opt = AGNOptimizer(inner, model=net, outer=outer.SGD(0.1), use_locking=False)
     assert not opt.worker.center.plan.use_locking
+
+
+def test_rates_of_their_own_hold_in_rounds_too():
+    rates = {"v": 1.0, "w": 0.125}
+    groups = [{"params": [torch.zeros(2)], "lr": rate} for rate in rates.values()]
+    inner = torch.optim.SGD(groups, lr=0.5)
+    made = TorchOuter(inner, dict(zip(rates, inner.param_groups, strict=True)))
+    values = {name: np.zeros(2, np.float32) for name in rates}
+    worker = Worker(values, MeanOfPseudoGradients(period=1, outer=made))
+    for x in worker.parameters.values():
+        x -= 1
+    worker.step()
+    for name, c in worker.center.values().items():
+        np.testing.assert_array_equal(c, -rates[name])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,11 +34,12 @@ class Block:
     now: Point  # views of the center's memory
     then: Point  # scratch for the point after a step
     work: Array  # more scratch
+    direct: bool  # a step is written straight into `c`, since it can be made again
 
-    @property
-    def direct(self) -> bool:
-        """Whether a step is written straight into `c`, since it can be made again."""
-        return self.outer.replaces and not self.rule.adopts_seen
+    def has_gradient(self, seen: NDArray[np.bool_]) -> bool:
+        """Whether there is something to contribute: of some rules only what had a gradient."""
+        entry = self.range.entry
+        return entry is None or not self.rule.accumulates or bool(seen[entry])
 
 
 @dataclass(slots=True)
@@ -98,21 +99,28 @@ def check_message(block: Block, message: Array) -> None:
 
 
 def step(
-    block: Block, messages: Sequence[Array], exchange: Exchange, count: int | None = None
+    block: Block,
+    messages: Sequence[Array],
+    exchange: Exchange,
+    rate: float | None = None,
+    count: int | None = None,
 ) -> None:
     """Reduce messages and take the outer step; into `then`, for `commit`, unless it is direct.
 
     Args:
         block: the center's side.
         messages: of a round, in rank order; or one.
-        exchange: which.
+        exchange: which; it learns what is the block's own.
+        rate: the learning rate that came with the message; by default the outer optimizer's own.
         count: of how many messages the one given is the mean already.
 
     Raises:
         RefusedError: the center would overflow. It has not changed.
     """
+    exchange.name = block.name
+    exchange.count = count or len(messages)
+    exchange.rate = block.outer.rate(block.name) if rate is None else rate
     weight = block.rule.weight(exchange)
-    exchange = replace(exchange, count=count or len(messages), name=block.name)
     into = block.now if block.direct else block.then
     try:
         room = block.now.c if block.direct else block.work
@@ -140,9 +148,14 @@ def adopted(block: Block, stepped: bool, out: Array) -> Array:
 def commit(block: Block) -> None:
     """Put the point after a step in place."""
     if not block.direct:
-        np.copyto(block.now.c, block.then.c)
-        for key, array in block.now.state.items():
-            np.copyto(array, block.then.state[key])
+        put(block.then, block.now)
+
+
+def put(point: Point, into: Point) -> None:
+    """Copy a point over another."""
+    np.copyto(into.c, point.c)
+    for key, array in into.state.items():
+        np.copyto(array, point.state[key])
 
 
 def take(side: Side, c: Array) -> None:
@@ -181,6 +194,7 @@ class Blocks:
         self._longest = max((range_.nbytes for shard in ranges for range_ in shard), default=0)
         rules = {"parameter": rule, "buffer": buffer_rule(rule, plan.rounds)}
         outers = {kind: r.outer for kind, r in rules.items()}
+        in_place = {k: r.outer.replaces and not r.adopts_seen for k, r in rules.items()}
         work = aligned_zeros(self._longest)
         if scratch is None:
             room = aligned_zeros(max((plan.room(r) for s in ranges for r in s), default=0))
@@ -191,9 +205,8 @@ class Blocks:
             name = "" if range_.entry is None else plan.layout.entries[range_.entry].name
             kind = range_.kind
             then = like(now, scratch(k))
-            return Block(
-                range_, rules[kind], outers[kind], name, now, then, self._room(range_, work)
-            )
+            room, direct = self._room(range_, work), in_place[kind]
+            return Block(range_, rules[kind], outers[kind], name, now, then, room, direct)
 
         self.shards = [[block(k, range_) for range_ in shard] for k, shard in enumerate(ranges)]
 

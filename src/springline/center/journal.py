@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from springline.center.blocks import like, point, shaped
+from springline.center.blocks import like, point, put, shaped
 from springline.center.layout import Bytes
-from springline.center.plan import Memory, Plan
+from springline.center.plan import JOURNAL_WORDS, Memory, Plan
 from springline.rules.outer import Point
 
-_READY, _BLOCK, _NUMBER, _WORDS = range(4)
+_READY, _BLOCK, _NUMBER = range(3)
 
 
 class Journal:
@@ -27,8 +27,8 @@ class Journal:
     def __init__(self, plan: Plan, memory: Memory) -> None:
         ranges = [plan.blocks(shard) for shard in plan.shards]
         numbers = memory.journal[: plan.journal_head].view(np.int64)
-        heads = _WORDS * len(ranges)
-        self._heads = numbers[:heads].reshape(-1, _WORDS)
+        heads = JOURNAL_WORDS * len(ranges)
+        self._heads = numbers[:heads].reshape(-1, JOURNAL_WORDS)
         self._applied, at = [], heads
         for shard in ranges:  # the last round that each block holds
             self._applied.append(numbers[at : at + len(shard)])
@@ -78,9 +78,7 @@ class Journal:
             return
         block = int(head[_BLOCK])
         now, then = self._points[shard][block]
-        np.copyto(now.c, then.c)
-        for key, array in now.state.items():
-            np.copyto(array, then.state[key])
+        put(then, now)
         applied = self._applied[shard]
         applied[block] = max(applied[block], head[_NUMBER])
         head[_READY] = 0

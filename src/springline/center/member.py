@@ -12,7 +12,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -52,7 +51,7 @@ from springline.center.waiting import WARN_EVERY, is_stopped, wait_until
 from springline.errors import CenterError, NonFiniteError
 from springline.rules.outer import Exchange
 from springline.rules.rule import Rule
-from springline.signals import deferred
+from springline.signals import deferred, deliver
 
 if TYPE_CHECKING:
     from springline.center.memory import MemoryCenter
@@ -193,11 +192,7 @@ class MemoryMember(Member):
         first = self.rank * n // self.center.plan.workers
         todo = [(first + k) % n for k in range(n)]
         others = self._exchanges_of_others()
-        exchange = Exchange(
-            number=self.center.version,
-            staleness=others - self._others,
-            rate=self.rule.outer.learning_rate,
-        )
+        exchange = Exchange(number=self.center.version, staleness=others - self._others)
         self._others = others
         while todo:
             busy = [k for k in todo if not self._exchange_shard(k, local, exchange)]
@@ -206,6 +201,7 @@ class MemoryMember(Member):
             elif self._in_vain(todo, time.monotonic() - start):
                 break
             else:
+                deliver()
                 time.sleep(pause)
                 pause = min(1.3 * pause, _LONGEST_PAUSE)
         self._leave_out(todo)
@@ -230,21 +226,22 @@ class MemoryMember(Member):
     def _exchange_block(self, k: int, i: int, side: Side, local: Local, exchange: Exchange) -> None:
         """Contribute, step, adopt; then what was stepped is put in place."""
         block, journal = self.blocks.shards[k][i], self.center.journal
-        entry = block.range.entry
         if journal is None and self._swap(block, side):
             return
-        stepped = entry is None or not self.rule.accumulates or bool(local.seen[entry])
+        stepped = block.has_gradient(local.seen)
         if stepped:
             message = self.message(block, side, local)
-            if entry is not None:
-                exchange = replace(exchange, rate=float(local.rates[entry]))
             try:
-                step(block, (message,), exchange)
+                step(block, (message,), exchange, self._rate(block, local))
             except RefusedError as error:
                 raise self.non_finite(error.offset) from error
         block.rule.adopt(side.x, side.base, adopted(block, stepped, side.out), block.work)
         if stepped:
             self.put_in_place(k, i, 0)
+
+    def _rate(self, block: Block, local: Local) -> float | None:
+        entry = block.range.entry
+        return None if entry is None else float(local.rates[entry])
 
     def put_in_place(self, k: int, i: int, number: int) -> None:
         """Put a block's step in place: through the journal, unless it may be made again."""

@@ -67,6 +67,7 @@ class MemoryCenter(Center):
 
     def members(self) -> list[int]:
         """Return the ranks whose lock is held."""
+        self.check_process()
         return [rank for rank in range(self.plan.workers) if self.locks.held(RANK + rank)]
 
     def finished(self) -> list[int]:

@@ -118,8 +118,9 @@ def belongs(memory: Path, directory: Path) -> bool:
 
 def owner_of(memory: Path) -> Path | None:
     """Return the directory that memory in the tmpfs belongs to, where it was last seen."""
-    with contextlib.suppress(OSError):
-        return Path(memory.with_name(_OWNER).read_text("utf-8"))
+    with contextlib.suppress(OSError, ValueError):  # what is no text is nobody's
+        text = memory.with_name(_OWNER).read_text("utf-8")
+        return Path(text) if "\0" not in text else None
     return None
 
 
@@ -133,8 +134,10 @@ def adopt(memory: Path, directory: Path) -> None:
 
 def is_owner(directory: Path, home: Path) -> bool:
     """Whether memory in the tmpfs belongs to the center in this directory."""
-    with contextlib.suppress(OSError):
-        return (home / _IDENTITY).read_text("utf-8") == _identity(directory)
+    with contextlib.suppress(OSError, ValueError):
+        status = home.lstat()
+        ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+        return ours and (home / _IDENTITY).read_text("utf-8") == _identity(directory)
     return False
 
 
@@ -199,8 +202,9 @@ def _write_owner(memory: Path, directory: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    path.touch(mode=0o600)
-    path.write_text(text, "utf-8")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    with os.fdopen(os.open(path, flags, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
 
 
 def _mark(fd: int) -> bool:

@@ -33,6 +33,7 @@ EXCHANGES, STEPS, NANOSECONDS, SETTLED, CONTRIBUTED, ADOPTED, MEMBER_OF, JOINED 
 # When it last exchanged, in seconds; parts that it has exchanged without; whether its process ends.
 LAST, LEFT_OUT, ENDS = 8, 9, 10
 COLUMNS = 16
+JOURNAL_WORDS = 3  # per shard; see `journal.py`
 # Values of JOINED.
 JOINING, HERE, FINISHED = range(3)
 # The head, before the rows: the last closed round, whether all have started once, the version that
@@ -153,10 +154,10 @@ class Plan:
 
     @cached_property
     def journal_head(self) -> int:
-        """Bytes of the journal's counters: four per shard, one per block."""
+        """Bytes of the journal's counters: a few per shard, one per block."""
         if not self.journaled:
             return 0
-        return aligned(8 * sum(4 + len(self.blocks(shard)) for shard in self.shards))
+        return aligned(8 * sum(JOURNAL_WORDS + len(self.blocks(shard)) for shard in self.shards))
 
     @property
     def _journal_nbytes(self) -> int:

@@ -207,7 +207,7 @@ class MemoryRounds:
                     reduced[k] = this
                 elif sides:  # by another, whose slot may be in use for the next round
                     for block, side in zip(self._blocks[k], sides[k], strict=True):
-                        self._adopt(block, side)
+                        self._adopt(k, block, side, this)
             finally:
                 self._center.release_shard(k)
             return True
@@ -230,8 +230,7 @@ class MemoryRounds:
     ) -> None:
         """Reduce and step each block that does not hold the round yet, and adopt it."""
         journal, view = self._center.journal, self._member.blocks.view
-        rate = self._member.rule.outer.learning_rate
-        exchange = Exchange(number=self._center.version - 1, rate=rate)
+        exchange = Exchange(number=self._center.version - 1)
         for i, block in enumerate(self._blocks[k]):
             if not (journal and journal.holds(k, i, this)):
                 try:
@@ -241,10 +240,13 @@ class MemoryRounds:
                 else:
                     self._member.put_in_place(k, i, this)
             if sides:
-                self._adopt(block, sides[k][i])
+                self._adopt(k, block, sides[k][i], this)
 
-    def _adopt(self, block: Block, side: Side) -> None:
-        """Adopt a round that is in place."""
+    def _adopt(self, k: int, block: Block, side: Side, this: int) -> None:
+        """Adopt a round that is in place, unless the block was refused."""
+        number, offset = self._memory.refused[k].tolist()
+        if number == this and block.range.start <= offset < block.range.stop:
+            return
         block.rule.adopt(side.x, side.base, adopted(block, False, side.out), block.work)
 
     def _check_refused(self, this: int) -> None:

@@ -33,9 +33,9 @@ def read_token(run: str | Path) -> str:
     """
     try:
         return (Path(run) / NAME).read_text("utf-8").strip()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise TokenError(
-            f"Cannot read {Path(run) / NAME}, the token of the run's center: {error.strerror}. "
+            f"Cannot read {Path(run) / NAME}, the token of the run's center: {error}. "
             "Give the run's directory, on the machine where `springline run --address` was started."
         ) from error
 
@@ -47,7 +47,9 @@ def write_token(run: Path, token: str) -> None:
 
 def is_same(given: object, token: str) -> bool:
     """Whether what a caller has given is the token, found out in the same time whatever it is."""
-    return isinstance(given, str) and hmac.compare_digest(given.encode(), token.encode())
+    if not isinstance(given, str):
+        return False
+    return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), token.encode())
 
 
 def sign(token: str, *what: object) -> int:

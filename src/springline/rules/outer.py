@@ -29,7 +29,7 @@ class Point(NamedTuple):
     state: State
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Exchange:
     """What a rule and its outer optimizer may know of an exchange.
 
@@ -69,6 +69,10 @@ class Outer(ABC):
         """What all workers must agree on, as JSON values."""
         values = {f.name: float(getattr(self, f.name)) for f in fields(cast("Any", self))}
         return {"kind": self.kind} | values
+
+    def rate(self, name: str) -> float:
+        """Return the learning rate of a parameter, where a worker sends none of its own."""
+        return self.learning_rate
 
     def state(self, name: str, shape: Shape) -> dict[str, tuple[Shape, float]]:
         """For a parameter, the shape and first value of each array of state.

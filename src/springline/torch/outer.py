@@ -81,8 +81,12 @@ class TorchOuter(Outer):
         self.learning_rate = float(inner.defaults.get("lr", 0.0))
         self.rates = {name: float(group.get("lr", 0.0)) for name, group in groups.items()}
         self.kind = type(inner).__name__
-        plain = isinstance(inner, torch.optim.SGD)  # the only one without state
+        plain = type(inner) is torch.optim.SGD  # the only one without state
         self.stateless = plain and not any(g.get("momentum") for g in self._groups.values())
+
+    def rate(self, name: str) -> float:
+        """Return the learning rate of a parameter's group."""
+        return self.rates.get(name, self.learning_rate)
 
     def settings(self) -> dict[str, Any]:
         """Return the kind, and each parameter's settings where they differ from the first's."""

@@ -89,10 +89,10 @@ class Overlap:
             for x, move, _ in self._blocks:
                 np.add(x, move, out=x)
         self._binding.scatter()
+        if self._worker.local.base is not None and self._reply.base is not None:
+            np.copyto(self._worker.local.base, self._reply.base)  # of what was exchanged, the new
         if error:
             raise error
-        if self._worker.local.base is not None and self._reply.base is not None:
-            np.copyto(self._worker.local.base, self._reply.base)
         return True
 
     def drop(self) -> None:

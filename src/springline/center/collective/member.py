@@ -63,6 +63,7 @@ class CollectiveMember(Member):
         state = arrays_of(plan.state, replica.state)
         self._blocks = Blocks(plan, rule, plan.shards, replica.center, state)
         self._sides: list[tuple[Block, Side]] = []
+        self._not_adopted: str | None = None  # a parameter whose difference to `c` overflows
 
     def exchange(self, local: Local) -> None:
         """Take part in a round; two threads of a worker take turns."""
@@ -160,12 +161,17 @@ class CollectiveMember(Member):
             with center.turn:
                 if count and name is None:
                     name = self._step(count, adopts=row.contributes)
-                    counts = name is None
+                    counts = True
                 else:
                     counts = False
                 center.close_round(rows, changed=counts)
         if counts:
             center.offer_save()
+        mine, self._not_adopted = self._not_adopted, None
+        if mine:
+            raise NonFiniteError(
+                f"Rank {self.rank} is too far from the center to adopt {mine!r}. {AFTER_NAN}"
+            )
         if name:
             raise NonFiniteError(
                 f"{name!r} would overflow the center, where it stays as it was before the "
@@ -174,18 +180,22 @@ class CollectiveMember(Member):
 
     def _step(self, count: int, adopts: bool) -> str | None:
         """Step every block, and adopt it; return the name of one that would overflow."""
-        exchange = Exchange(number=self.center.version, rate=self.rule.outer.learning_rate)
+        exchange = Exchange(number=self.center.version)
         overflown = None
         with np.errstate(**ERRORS):
             for block, side in self._sides or self._idle():
                 try:
-                    step(block, (side.out,), exchange, count)
+                    step(block, (side.out,), exchange, count=count)
                 except RefusedError as error:
                     overflown = overflown or self.center.layout.entry_at(error.offset).name
                     continue
                 if adopts:
                     c = adopted(block, True, side.out)
-                    block.rule.adopt(side.x, side.base, c, block.work)
+                    try:
+                        block.rule.adopt(side.x, side.base, c, block.work)
+                    except FloatingPointError:  # of this rank alone: the others go on
+                        name = self.center.layout.entry_at(block.range.start).name
+                        self._not_adopted = block.name or name
                 commit(block)
         return overflown
 

@@ -149,6 +149,7 @@ class Interceptor:
         self._rank(sender.rank)
         for name in ("incarnation", "number", "steps", "exchanges"):
             _whole(getattr(sender, name), name)
+        _whole(sender.others, "others", 0)
         _finite("seconds", sender.seconds)
         self._issued(sender.rank, sender.incarnation)
 
@@ -243,7 +244,7 @@ def _finite(name: str, value: Any, most: float = math.inf) -> None:
 def _array(name: str, value: Any, dtype: type, size: int) -> None:
     """Refuse all but a flat array of one size: numpy would broadcast it."""
     _typed(name, value, np.ndarray)
-    if value.dtype != dtype or value.shape != (size,):
+    if value.dtype != dtype or value.shape != (size,) or not value.flags.c_contiguous:
         raise LayoutError(
             f"`{name}` must be {size} elements of {np.dtype(dtype)}. Received: an array "
             f"of shape {value.shape} of {value.dtype}. Is it another model's?"

@@ -173,8 +173,13 @@ class RemoteMember(Member):
         messages = self.messages(blocks)
         calls = [self.ask(k, "exchange", message) for k, message in enumerate(messages)]
         refused: NonFiniteError | None = None
+        failed: CenterError | None = None
         for k, call in enumerate(calls):
-            reply: Reply = call.result()
+            try:
+                reply: Reply = call.result()
+            except CenterError as error:  # the other shards have taken their parts
+                failed = failed or error
+                continue
             refused = blocks.adopt(k, reply) or refused
             if reply.forgotten and self.rule.adopts_seen:  # for the others it is the usual reply
                 _log.warning(
@@ -182,6 +187,8 @@ class RemoteMember(Member):
                     "center.",
                     self.center.shards[k].name,
                 )
+        if failed:
+            raise failed
         if refused:
             before = {"steps": self._row.steps, "exchanges": self._row.exchanges}
             sender = replace(messages[0].sender, **before)

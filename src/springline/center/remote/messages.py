@@ -78,13 +78,9 @@ class Message:
     seen: NDArray[np.bool_]
     rates: NDArray[np.float64]
 
-    def brings(self, range_: ByteRange) -> bool:
-        """Whether a block had a gradient, where that matters."""
-        return range_.entry is None or bool(self.seen[range_.entry])
-
-    def rate(self, range_: ByteRange, default: float) -> float:
-        """Return the learning rate of a block; the default if it is of several parameters."""
-        return default if range_.entry is None else float(self.rates[range_.entry])
+    def rate(self, range_: ByteRange) -> float | None:
+        """Return the learning rate of a block; None if it is of several parameters."""
+        return None if range_.entry is None else float(self.rates[range_.entry])
 
 
 @dataclass(frozen=True)

@@ -93,11 +93,18 @@ class RemoteRounds:
         asked = closed, messages[0].sender
         calls = [self._member.ask(k, "reduce", *asked) for k in range(len(messages))]
         refused: NonFiniteError | None = None
+        failed: CenterError | None = None
         for k, call in enumerate(calls):
-            answer: Reply | list[int] = call.result()
-            if isinstance(answer, list):
-                answer = self._reduce_again(k, messages[k], closed)
+            try:
+                answer: Reply | list[int] = call.result()
+                if isinstance(answer, list):
+                    answer = self._reduce_again(k, messages[k], closed)
+            except CenterError as error:  # the other shards' parts of the round are there
+                failed = failed or error
+                continue
             refused = blocks.adopt(k, answer) or refused
+        if failed:
+            raise failed
         if refused:
             raise refused
 

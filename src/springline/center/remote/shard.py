@@ -178,8 +178,9 @@ class Shard:
                 messages = self._slots.of_round(number, contributors, sender.rank)
                 if isinstance(messages, list):
                     return messages
-                self._mean = self._steps.round(list(messages.values()), number - 1)
-                self._slots.forget(number)
+                refused = self._steps.round(list(messages.values()), number - 1)
+                self._slots.forget(number)  # before anything else can fail: it is in the center
+                self._mean = Reply(self._steps.published(), refused)
             self._note(sender)
             if self._mean is None:
                 self._mean = Reply(self._steps.published())
@@ -233,8 +234,7 @@ class Shard:
         worker = sender.rank, sender.incarnation
         staleness = max(0, others - self._others.get(worker, sender.others))
         self._others[worker] = others
-        rate = self._rule.outer.learning_rate
-        return Exchange(number=others + mine, staleness=staleness, rate=rate)
+        return Exchange(number=others + mine, staleness=staleness)
 
     def _check(self, sender: Sender) -> None:
         self._check_ready()

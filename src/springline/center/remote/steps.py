@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -49,13 +48,12 @@ class Steps:
         with np.errstate(**ERRORS):
             for block in self._blocks:
                 out = self._parts.view(block.range, reply)
-                stepped = message.brings(block.range) or not self._rule.accumulates
+                stepped = block.has_gradient(message.seen)
                 try:
                     if stepped:
                         np.copyto(out, self._parts.view(block.range, message.data))
                         check_message(block, out)
-                        rate = message.rate(block.range, exchange.rate)
-                        step(block, (out,), replace(exchange, rate=rate))
+                        step(block, (out,), exchange, message.rate(block.range))
                 except RefusedError as error:
                     refused.append(error.offset)
                     stepped = False
@@ -64,9 +62,9 @@ class Steps:
                     commit(block)
         return Reply(reply, tuple(refused))
 
-    def round(self, messages: Sequence[Bytes], number: int) -> Reply:
-        """Take a step with the mean of a round's messages; return what all workers adopt."""
-        exchange = Exchange(number=number, rate=self._rule.outer.learning_rate)
+    def round(self, messages: Sequence[Bytes], number: int) -> tuple[int, ...]:
+        """Take a step with the mean of a round's messages; return what was refused, as in Reply."""
+        exchange = Exchange(number=number)
         refused = []
         with np.errstate(**ERRORS):
             for block in self._blocks:
@@ -76,7 +74,7 @@ class Steps:
                     refused.append(error.offset)
                 else:
                     commit(block)
-        return Reply(self.published(), tuple(refused))
+        return tuple(refused)
 
     def published(self) -> Bytes:
         """Return a copy of what workers are given for the center."""

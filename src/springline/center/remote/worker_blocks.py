@@ -92,8 +92,7 @@ class WorkerBlocks:
 
     def _message(self, block: Block, side: Side) -> Array:
         """Return a block's message; of one without a gradient, what nobody looks at."""
-        entry = block.range.entry
-        if entry is not None and self._rule.accumulates and not self.local.seen[entry]:
+        if not block.has_gradient(self.local.seen):
             return side.out
         try:
             return contribute(block, side, self.local.gradients)
