@@ -18,7 +18,7 @@ from springline.arrays import InPlace
 from springline.center.center import Center, Local
 from springline.center.layout import Bytes, Layout, aligned_zeros
 from springline.center.local import LocalCenter
-from springline.errors import CenterError
+from springline.errors import CenterError, NonFiniteError
 from springline.replicas import Replicas
 from springline.rules.rule import Rule
 from springline.signals import deferred
@@ -123,6 +123,7 @@ class Worker:
         self.for_good = True  # whether, once it has finished, it does not come back
         self.exchanged_at = 0  # the local step of the last exchange
         self.begun = False  # whether `begin` was called, or a step made
+        self._missed = False  # whether the last exchange failed, under some rules
         self._keep_own = keep_own_weights
         self._joined_with = 0  # identifies the parameters that it joined with
         try:
@@ -158,14 +159,18 @@ class Worker:
 
     def take_center(self) -> None:
         """`x ← c`, `c̃ ← c`, `a ← 0`: as before the first step."""
-        self.center.read(self.local.x)
-        if self.local.base is not None:
-            np.copyto(self.local.base, self.local.x)
-        self.local.forget_gradients()
+        self._take_into(self.local)
+        self._missed = False
         self.exchanged_at = self.local_step
         self._narrow_down()
         if not self.begun:
             self.note_start()
+
+    def _take_into(self, local: Local) -> None:
+        self.center.read(local.x)
+        if local.base is not None:
+            np.copyto(local.base, local.x)
+        local.forget_gradients()
 
     def note_start(self) -> None:
         """Take the parameters as they are for those that the worker has joined with."""
@@ -256,10 +261,24 @@ class Worker:
                 self._narrow_down()
 
     def exchange_with(self, local: Local) -> None:
-        """Exchange what `local` holds: the worker's own buffers or a snapshot of them."""
+        """Exchange what `local` holds: the worker's own buffers or a snapshot of them.
+
+        After an exchange that failed nobody knows what of it is in the center. A rule that measures
+        its messages from `base` would send that again, so the next exchange only takes the center.
+        """
+        if self._missed:
+            self._missed = False
+            self._take_into(local)
+            return
         start = time.perf_counter()
         before = None if self._replicas.done else self._replicas.look(local.x)
-        self.member.exchange(local)
+        try:
+            self.member.exchange(local)
+        except NonFiniteError:
+            raise
+        except BaseException:
+            self._missed = self.rule.measures_from_base
+            raise
         if before is not None:
             self._replicas.compare(before, self._replicas.look(local.x))
         self.exchanges += 1

@@ -5,8 +5,9 @@ import pytest
 
 from own_rules import EveryFourth, MeanOfPseudoGradients, Pushes, Rolling
 from springline import SharedCenter, Worker
-from springline.center import SettingsError
+from springline.center import RoundTimeoutError, SettingsError
 from springline.center.journal import Journal
+from springline.center.locks import SHARD
 from springline.rules import SGD, Momentum
 from springline.rules.outer import Replace
 
@@ -58,3 +59,17 @@ def test_only_steps_that_need_it_have_a_journal(directory):
 def test_steps_of_a_round_that_depend_on_the_center_need_locks():
     with pytest.raises(SettingsError, match="'sgd' must take its steps one at a time"):
         Worker(VALUES, MeanOfPseudoGradients(outer=SGD(0.1)), use_locking=False)
+
+
+def test_a_round_that_timed_out_after_it_closed_is_not_contributed_to_twice():
+    rule = MeanOfPseudoGradients(period=1, outer=SGD(1.0))
+    worker = Worker(VALUES, rule, timeout=0.2)
+    worker.parameters["w"] += 1
+    assert worker.center.locks.try_acquire(SHARD)  # as a stopped process keeps it
+    with pytest.raises(RoundTimeoutError):
+        worker.step()
+    worker.center.locks.release(SHARD)
+    worker.exchange()
+    worker.parameters["w"] += 1
+    worker.step()
+    assert worker.center.values()["w"].tolist() == [2.0] * 5

@@ -2,6 +2,7 @@
 
 import random
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -123,6 +124,29 @@ def test_a_restarted_shard_has_center_and_state_of_one_moment(serve, together, t
             steps = int(block.now.state["pushes"][0])
             assert (block.now.c == rule.outer.after(steps)).all()
             assert (block.now.state["D"] == steps % 4).all()
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_what_may_be_in_the_center_is_not_sent_again(serve, name, monkeypatch):
+    """The answers of one shard are lost for longer than the worker waits."""
+    monkeypatch.setattr("springline.center.remote.member._RESTART", 0.2)
+    rule = replace(OWN[name], workers=1)
+    service = serve(rule, shards=3)
+    one = worker(service, rule, timeout=0.3)
+    push(one, 1)
+    method = "reduce" if name == "rounds" else "exchange"
+    service.shards[0].disturb = lambda m: "lose" if m == method else None
+    with pytest.raises(CenterError, match="has not answered"):
+        push(one, 1)
+    service.shards[0].disturb = lambda m: None
+    one.exchange()  # takes the center, and contributes nothing
+    center = one.center.values()
+    for key, c in center.items():
+        np.testing.assert_array_equal(c, rule.outer.after(2))
+        np.testing.assert_array_equal(one.parameters[key], c)
+    push(one, 1)
+    for c in one.center.values().values():
+        np.testing.assert_array_equal(c, rule.outer.after(3))
 
 
 def test_an_elastic_exchange_conserves_whatever_is_repeated(serve, together):

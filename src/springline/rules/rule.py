@@ -65,6 +65,11 @@ class Rule(ABC):
         return False
 
     @property
+    def measures_from_base(self) -> bool:
+        """Whether a message is what has changed since `base`, which adopting sets to `c`."""
+        return self.keeps_base and not self.adopts_seen
+
+    @property
     def follows(self) -> bool:
         """Whether an exchange makes the center the worker's own `x`, which stays as it is."""
         return False
