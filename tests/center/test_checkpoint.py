@@ -12,9 +12,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import springline
-from springline import AGN, ElasticAverage, LocalCenter, ModelAverage, SharedCenter
+from springline import AGN, ElasticAverage, LocalCenter, ModelAverage, SharedCenter, Worker
 from springline.center import CheckpointError, Layout, checkpoint
-from springline.center.plan import BASE
+from springline.center.plan import BASE, CLOSED
 from springline.rules import Adam, Momentum
 
 RULES = [
@@ -226,3 +226,14 @@ def test_nothing_is_ever_unpickled():
             assert not {n.split(".")[0] for n in names} & forbidden, path
             if isinstance(node, ast.Attribute):
                 assert ast.unparse(node) not in {"np.load", "numpy.load", "torch.load"}, path
+
+
+def test_a_round_that_is_not_in_every_shard_is_not_counted(directory, tmp_path):
+    """Its workers were killed when it was closed, and before they had reduced it."""
+    with Worker({"v": np.zeros(4)}, ModelAverage(period=1), directory) as worker:
+        worker.step()
+        worker.center.memory.head[CLOSED] += 1
+        worker.center.save(tmp_path / "saved.safetensors")
+        assert checkpoint.describe(tmp_path / "saved.safetensors").version == 1
+        worker.center.memory.head[CLOSED] -= 1
+    worker.center.close()

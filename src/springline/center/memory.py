@@ -175,9 +175,15 @@ class MemoryCenter(Center):
         center, state = self.layout.allocate(), np.zeros_like(self.memory.state)
         with self.locks.acquire(CHECKPOINT, self.timeout):
             self.check_current()
-            version, steps = self.version, [rank.steps for rank in self.progress()]
+            version, steps = self._version_in_place(), [rank.steps for rank in self.progress()]
             self._copy(center, state)
             checkpoint.write(Path(path), self.plan, center, state, version, steps)
+
+    def _version_in_place(self) -> int:
+        """Return the last version that every shard holds: those who reduce a round may be dead."""
+        if not self.plan.rounds or not self.memory.reduced.size:
+            return self.version
+        return int(self.memory.head[BASE] + self.memory.reduced.min())
 
     def check_current(self) -> None:
         """Refuse to save a center that another has taken the place of."""
