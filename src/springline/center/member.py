@@ -51,7 +51,7 @@ from springline.center.waiting import WARN_EVERY, is_stopped, wait_until
 from springline.errors import CenterError, NonFiniteError
 from springline.rules.outer import Exchange
 from springline.rules.rule import Rule
-from springline.signals import deferred, deliver
+from springline.signals import deferred
 
 if TYPE_CHECKING:
     from springline.center.memory import MemoryCenter
@@ -200,8 +200,7 @@ class MemoryMember(Member):
                 todo, start = busy, time.monotonic()
             elif self._in_vain(todo, time.monotonic() - start):
                 break
-            else:
-                deliver()
+            else:  # a few seconds at most: no signal handler leaves an exchange half made
                 time.sleep(pause)
                 pause = min(1.3 * pause, _LONGEST_PAUSE)
         self._leave_out(todo)

@@ -34,8 +34,9 @@ def read_token(run: str | Path) -> str:
     try:
         return (Path(run) / NAME).read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is damaged"
         raise TokenError(
-            f"Cannot read {Path(run) / NAME}, the token of the run's center: {error}. "
+            f"Cannot read {Path(run) / NAME}, the token of the run's center: {why}. "
             "Give the run's directory, on the machine where `springline run --address` was started."
         ) from error
 
