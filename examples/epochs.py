@@ -31,7 +31,7 @@ def train(model: nn.Module, data: TensorDataset, epochs: int) -> ModelAverageOpt
     loader = DataLoader(data, BATCH, sampler=sampler)
     for epoch in range(epochs):
         sampler.set_epoch(epoch)  # another order
-        batches = enumerate(loader)
+        batches, step, loss = enumerate(loader), None, torch.zeros(())
         for step in springline.steps(len(loader)):
             images, labels = next(batch for n, batch in batches if n == step)
             loss = nn.functional.cross_entropy(model(images), labels)
@@ -40,6 +40,9 @@ def train(model: nn.Module, data: TensorDataset, epochs: int) -> ModelAverageOpt
             opt.step()
             if step % 10 == 0:
                 springline.log(loss=loss.item())
+        if step is None:
+            continue  # it was complete before this worker was restarted
+        print(f"epoch {epoch}: loss {loss.item():.3f}", flush=True)
     return opt
 
 

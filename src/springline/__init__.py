@@ -4,6 +4,7 @@ Each worker keeps its own parameters and its own optimizer and, every few steps,
 shared center that pulls it back like a mooring line.
 """
 
+from springline import outer
 from springline.center import LocalCenter, SharedCenter
 from springline.errors import (
     CenterError,
@@ -44,6 +45,7 @@ __all__ = [
     "Worker",
     "directory",
     "log",
+    "outer",
     "rank",
     "report",
     "start_step",

@@ -142,7 +142,9 @@ class Run:
         if self not in _begun:
             _begun.add(self)
             self.log(step, {})  # a line without values begins an incarnation of the worker
-        write_text(self.directory / "total", f"{total}\n")
+        if total != _totals.get(self):
+            _totals[self] = total
+            write_text(self.directory / "total", f"{total}\n")
 
     @can_do_without("A line of the metrics")
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -158,6 +160,7 @@ class Run:
 _alone = {"stop": False}
 _seen: set[Path] = set()  # directories of runs
 _begun: set[Run] = set()  # runs in which this process has begun to count steps
+_totals: dict[Run, int] = {}  # what it has last reported of each
 # By process, directory of the center and rank.
 _workers: weakref.WeakValueDictionary[tuple[int, Path, int], Any] = weakref.WeakValueDictionary()
 

@@ -186,3 +186,18 @@ def test_a_screen_that_fails_ends_the_run_but_leaves_no_worker_and_saves_the_cen
     assert all_gone(pids)
     assert (run.path / "center.safetensors").exists()
     assert run.state.ended
+
+
+def test_a_stopped_worker_is_reported(start_command, run):
+    command = start_command(
+        "run", "--run", run.path, "--workers", 2, TRAINING, "elastic", 100_000, 0
+    )
+    wait_for(lambda: run.at_work(4))
+    pid = run.running(1)
+    os.kill(pid, signal.SIGSTOP)
+    words = f"Worker 1 (process {pid}) is stopped"
+    wait_for(lambda: words in command.output)
+    os.kill(pid, signal.SIGCONT)
+    command.send(signal.SIGINT)
+    assert command.wait() != 0
+    assert command.output.count(words) == 1

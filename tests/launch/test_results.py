@@ -95,7 +95,7 @@ def test_what_is_reported_is_what_is_saved(train, run, center, rule):
 
 def test_evaluation_after_the_loop_without_the_end_is_warned_of(train, run):
     said = train("stale", "elastic")
-    warning = "The last 99 steps of rank 0 are not in the center"
+    warning = "What rank 0 has made since its last exchange (steps: 99) is not in the center"
     assert run.log(0).count(warning) == 1
     assert f"Worker 0: {warning}" in said
     assert "opt.final()" in said

@@ -257,7 +257,7 @@ def test_after_the_centers_memory_is_gone(directory, reader, rule):
     for rank in (0, 1):
         count(shared, rank, steps=35, exchanges=4, seconds=0.8)
     if rule is ModelAverage:
-        shared.memory.head[0] = 4  # rounds
+        shared.memory.head[0] = shared.memory.reduced[:] = 4  # rounds, reduced
     before = reader.read()
     shared.retire()
     after, fresh = reader.read(), read_status(directory)

@@ -106,6 +106,8 @@ def test_by_default_it_is_like_the_wrapped_one():
     [
         ("adam", TypeError, "`outer` must be one of `springline.outer`, or a function"),
         (lambda p: None, TypeError, "Received: NoneType None"),
+        (outer.Adam, TypeError, r"as `outer.Adam\(1e-3\)`.* Received: Adam\."),
+        (torch.optim.SGD([torch.zeros(1)], lr=0.1), TypeError, r"as `lambda ps.*Received: SGD\."),
         (lambda p: torch.optim.SGD(p[:1], lr=0.1), ValueError, "leaves out '0.bias'"),
         (lambda p: torch.optim.LBFGS(p), ValueError, "LBFGS cannot be an outer optimizer"),
     ],

@@ -38,7 +38,7 @@ def find_holdings(directory: Path) -> list[Holding]:
     """Find the runs in a directory, and all other memory of this user in the tmpfs.
 
     Args:
-        directory: where runs are; or one run's own.
+        directory: where runs are; or one run's own, and then only that is found.
     """
     found = list(segments())
     runs = find_runs(directory)
@@ -55,6 +55,8 @@ def find_holdings(directory: Path) -> list[Holding]:
         else:
             was = segment.owner.parent if segment.owner and segment.owner.name == CENTER else None
             gone.setdefault(was or segment.owner or segment.path, []).append(segment)
+    if runs == [directory.absolute()]:
+        return [Holding(runs[0], tuple(held[runs[0]]))]
     return [
         *(Holding(path, tuple(its)) for path, its in held.items()),
         *(Holding(path, tuple(its), gone=True) for path, its in gone.items()),

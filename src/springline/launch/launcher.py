@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from springline.center import CenterError
+from springline.center.waiting import is_stopped
 from springline.launch.backend import choose_backend, connect
 from springline.launch.directory import RunDirectory
 from springline.launch.keeper import LostError
@@ -72,6 +73,7 @@ class Launcher:
         self.continues = self._claim.continues
         self._say = say
         self._max_restarts = max_restarts
+        self._stopped: set[int | None] = set()  # processes that were reported as stopped
         what = script, arguments, workers, ps, asked
         try:
             self._backend, asked = choose_backend(self._claim, *what, self._tell)
@@ -153,6 +155,7 @@ class Launcher:
                 self._look_at_server(server)
             for process in self._processes:
                 self._look(process)
+                self._look_for_stopped(process)
                 for text in process.new_warnings():
                     self._tell(f"{process.name.capitalize()}: {text}")
             self._press()
@@ -181,6 +184,18 @@ class Launcher:
         elif entry.state == "restarting" and time.monotonic() >= process.restart_at:
             entry.restarts += 1
             process.start()
+
+    def _look_for_stopped(self, process: Task) -> None:
+        """Report a worker that does not run until somebody lets it, once."""
+        entry = process.entry
+        if is_stopped(entry.pid) and entry.pid not in self._stopped:
+            self._stopped.add(entry.pid)
+            self._tell(
+                f"{process.name.capitalize()} (process {entry.pid}) is stopped, by SIGSTOP or a "
+                f"debugger. It goes on after `kill -CONT {entry.pid}`."
+            )
+        elif entry.pid in self._stopped and not is_stopped(entry.pid):
+            self._stopped.discard(entry.pid)
 
     def _look_at_server(self, server: Task) -> None:
         """Notice a parameter server's end, which is the end of the run: its center is gone."""

@@ -42,6 +42,14 @@ def outer_of(given: Outer | MakeOptimizer, named: Sequence[Named]) -> Outer:
     """
     if isinstance(given, Outer):
         return given
+    kind: Any = given if isinstance(given, type) else type(given)
+    if issubclass(kind, Outer | torch.optim.Optimizer):  # a class of ours, or a torch optimizer
+        raise TypeError(
+            "`outer` must be one of `springline.outer` with its learning rate, as "
+            "`outer.Adam(1e-3)`, or a function that makes a torch optimizer of a list of "
+            "parameters, as `lambda ps: torch.optim.Adam(ps, lr=1e-3)`. Received: "
+            f"{kind.__name__}."
+        )
     like = [torch.nn.Parameter(torch.zeros(n.parameter.shape)) for n in named]
     made = given(like) if callable(given) else given
     if not isinstance(made, torch.optim.Optimizer):

@@ -95,11 +95,11 @@ class CenterReader(Wrapper):
         elif not self._warned and (is_over() or (worker.unexchanged > 1 and not worker.exchanges)):
             self._warned = True
             _log.warning(
-                "The last %d steps of rank %d are not in the center, which is evaluated or saved "
-                "now. Call `opt.final()` after the last step: it exchanges them, and waits for the "
-                "other workers.",
-                worker.unexchanged,
+                "What rank %d has made since its last exchange (steps: %d) is not in the center, "
+                "which is evaluated or saved now. At the end of the training call `opt.final()` "
+                "first: it exchanges what is left, and waits for the other workers.",
                 worker.rank,
+                worker.unexchanged,
             )
 
     def _check_not_swapped(self) -> None:
