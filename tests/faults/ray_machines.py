@@ -118,5 +118,5 @@ def all_killed(scene):
     assert (counts == kept + after).all(), (counts, kept, after)
     started = [scene.log(rank).born[1].steps for rank in range(scene.workers)]
     assert (started == kept.max(axis=0)).all(), (started, kept)
-    lost = said(np.maximum(done - kept, 0))  # a checkpoint may have what a killed worker never noted
+    lost = said(np.maximum(done - kept, 0))  # a checkpoint may have one that no log has
     return Outcome.of(scene, "everything killed and started again", range(scene.workers), lost)
