@@ -66,7 +66,8 @@ def check(worker, name, path):
         assert 10 <= c.min() <= c.max() <= 12, (c.min(), c.max())
     before = center.version
     center.save(path)
-    assert before <= describe(path).version <= center.version
+    under_way = 1 if name == "average" else 0  # a round may be closed and not in every shard yet
+    assert before - under_way <= describe(path).version <= center.version
     assert not center._members[0]._busy
 
 
