@@ -263,8 +263,9 @@ def main(
         if importlib.util.find_spec(module) is None:
             raise SystemExit(f"This example needs {package}: pip install {package}")
     run, screen = out or Path("runs") / f"{datetime.now():%Y-%m-%d-%H%M%S}", Screen()
-    both, sgd = {"period": period, "workers": workers}, SGD(LEARNING_RATE)
-    rules = (ElasticAverage(**both), ModelAverage(**both), AGN(**both, outer=sgd))
+    agn = AGN(period=period, workers=workers, outer=SGD(LEARNING_RATE))
+    both = {"period": period, "workers": workers}
+    rules = (ElasticAverage(**both), ModelAverage(**both), agn)
     teams = []
     try:
         run.mkdir(mode=0o700, parents=True, exist_ok=True)

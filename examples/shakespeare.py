@@ -20,7 +20,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 import springline
-from springline.torch import AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer
+from springline import outer
+from springline.torch import (
+    AGNOptimizer,
+    AsyncDiLoCoOptimizer,
+    DiLoCoOptimizer,
+    ElasticAverageOptimizer,
+    ModelAverageOptimizer,
+    SlowMoOptimizer,
+)
 from springline.torch.optimizer import CenterOptimizer
 
 LOG_EVERY = 10  # steps
@@ -85,6 +93,14 @@ def wrap(optimizer: torch.optim.Optimizer, model: GPT, args: argparse.Namespace)
         return ModelAverageOptimizer(optimizer, model=model, period=args.period)
     if args.rule == "agn":
         return AGNOptimizer(optimizer, model=model, period=args.period)
+    if args.rule == "slowmo":
+        return SlowMoOptimizer(optimizer, model=model, period=args.period)
+    if args.rule == "diloco":
+        chosen = outer.Nesterov(*args.outer) if args.outer else None
+        return DiLoCoOptimizer(optimizer, model=model, period=args.period, outer=chosen)
+    if args.rule == "async_diloco":
+        delayed = outer.DelayedNesterov(*args.outer) if args.outer else None
+        return AsyncDiLoCoOptimizer(optimizer, model=model, period=args.period, outer=delayed)
     return ElasticAverageOptimizer(
         optimizer, model=model, period=args.period, moving_rate=args.moving_rate
     )
@@ -170,9 +186,12 @@ def report(model: GPT, opt: CenterOptimizer, held_out: Tensor, characters: str, 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add = parser.add_argument
-    add("--rule", choices=["elastic", "average", "agn"], default="average")
+    rules = ["elastic", "average", "agn", "diloco", "async_diloco", "slowmo"]
+    add("--rule", choices=rules, default="average")
     add("--period", type=int, default=10, help="τ, local steps between two exchanges")
     add("--moving-rate", type=float, help="α of elastic averaging; default: 0.9 / workers")
+    rates = ("RATE", "MOMENTUM")
+    add("--outer", type=float, nargs=2, metavar=rates, help="DiLoCo's outer optimizer")
     add("--steps", type=int, default=1000, help="of each worker")
     add("--lr", type=float, default=4e-3, help="the learning rate's peak")
     add("--batch", type=int, default=12, help="windows in a step")
@@ -184,6 +203,8 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.moving_rate is not None and args.rule != "elastic":
         parser.error("--moving-rate is for --rule elastic")
+    if args.outer is not None and "diloco" not in args.rule:
+        parser.error("--outer is for --rule diloco and async_diloco")
     return args
 
 

@@ -25,9 +25,6 @@ class Pushes(Rule):
     def keeps_base(self):
         return True
 
-    def settings(self):
-        return super().settings() | {"outer": self.outer.settings()}
-
     def contribute(self, x, a, base, n, out):
         return np.subtract(base, x, out=out)
 
@@ -75,6 +72,17 @@ class Rolling(Outer):
         """Where a center that began at 0 is after so many steps with `Δ = 1`."""
         n = self.every
         return -(steps // n * (n * (n - 1) // 2) + (steps % n) * (steps % n + 1) // 2)
+
+
+@dataclass(frozen=True)
+class Decaying(Outer):
+    """`c ← c − Δ/(k + 1)` in the exchange with the number k."""
+
+    kind = "decaying"
+
+    def step(self, now, g, exchange, then):
+        np.divide(g, exchange.number + 1, out=then.c)
+        np.subtract(now.c, then.c, out=then.c)
 
 
 @dataclass(frozen=True)

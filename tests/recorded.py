@@ -1,11 +1,23 @@
-"""The nine runs recorded from TensorFlow 1.15.5, and the model they were made with."""
+"""The runs recorded from TensorFlow 1.15.5 and from torchft, and the model they were made with."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from springline.rules import AGN, SGD, Adagrad, Adam, ElasticAverage, ModelAverage, Momentum
+from springline.rules import (
+    AGN,
+    SGD,
+    Adagrad,
+    Adam,
+    DiLoCo,
+    ElasticAverage,
+    ModelAverage,
+    Momentum,
+    Nesterov,
+)
+from springline.rules.outer import Point
 from springline.rules.reference import Twin
 
 FIXTURES = Path(__file__).parent / "fixtures" / "tf115"
@@ -67,3 +79,36 @@ def twin_of(name):
     """A twin of a recorded run."""
     rule, inner = rule_of(name)
     return Twin(rule, start(), inner, gradient)
+
+
+# Five runs of torchft 0.2.0's own DiLoCo, on the same model with two workers.
+TORCHFT = {
+    run["name"]: run
+    for run in json.loads((FIXTURES.parent / "torchft" / "trajectories.json").read_text())["runs"]
+}
+
+
+@dataclass(frozen=True)
+class AdamW(Adam):
+    """Adam with torch's default weight decay, which the recorded runs have inside."""
+
+    def step(self, now, g, exchange, then):
+        shrunk = np.float32(1 - 0.01 * self.learning_rate) * now.c
+        super().step(Point(shrunk, now.state), g, exchange, then)
+
+
+def diloco_of(name):
+    """The rule of a recorded run of torchft, and its inner optimizer."""
+    run = TORCHFT[name]
+    kinds = {"sgd": lambda rate, *_: SGD(rate), "nesterov": Nesterov, "adamw": AdamW}
+    inner, outer = (kinds[kind](*settings) for kind, *settings in (run["inner"], run["outer"]))
+    fragments = [["w"], ["b"]] if run["fragments"] == 2 else 1
+    settings = {key: run[key] for key in ("period", "delay", "mixing", "workers")}
+    return DiLoCo(**settings, outer=outer, fragments=fragments), inner
+
+
+def adoptions(name):
+    """The steps, from 0 on, at which workers adopt the center: then it is where torchft's is."""
+    run = TORCHFT[name]
+    gap = run["period"] // run["fragments"]
+    return range(gap - 1, run["steps"], gap)

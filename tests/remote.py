@@ -14,7 +14,7 @@ from springline.center.remote.center import RemoteCenter, first_parts
 from springline.center.remote.head import Head
 from springline.center.remote.interceptor import Interceptor
 from springline.center.remote.messages import Message, Sender, latest
-from springline.center.remote.peer import Call, NotHereError, PeerLostError
+from springline.center.remote.peer import NotHereError, PeerLostError
 from springline.center.remote.shard import Shard
 
 SHARDS = 3
@@ -124,7 +124,7 @@ class Service:
         plan = Plan.of(layout, rule, use_locking)
         parts, version, steps = first_parts(plan, values, shards, restore)
         make = [
-            lambda k=k: Shard(plan.to_json(), copy.deepcopy(rule), k, shards, storage)
+            lambda k=k: Shard(plan.to_json(), copy.deepcopy(rule), k, shards, storage, base=version)
             for k in range(len(parts))
         ]
         self.shards = [LocalPeer(f"shard {k}", new(), self.pool) for k, new in enumerate(make)]
@@ -139,9 +139,8 @@ class Service:
             "shards": len(parts),
             "base": version,
         }
-        assert Call(self.head, "find").result() is None
-        publish = self.head.target.publish(self.description)
-        asyncio.run_coroutine_threadsafe(publish, self.loop.loop).result()
+        assert self.head.target.registration.find() is None
+        self.head.target.registration.publish(self.description)
 
     def new_head(self):
         async def ask_rows(_):
@@ -162,6 +161,12 @@ class Service:
         self.pool.shutdown()
 
 
+def contributing(service):
+    """The ranks that have contributed to the round that is open."""
+    membership = service.head.target._membership
+    return membership.contributing(membership.closed + 1)
+
+
 def worker(service, rule=None, rank=0, values=None, **options):
     """A worker with a place at the center."""
     options = {"synchronous": False, "timeout": 30} | options
@@ -173,4 +178,4 @@ def message(rank, number, value=0.0, incarnation=1):
     """What a worker sends of up to two parameters."""
     sender = Sender(rank, incarnation, number, number, number, 0.0)
     data = np.full(5, value, np.float32).view(np.uint8)
-    return Message(sender, data, 1, np.ones(2, bool), np.ones(2))
+    return Message(sender, 0, data, np.ones(2, bool), np.ones(2))

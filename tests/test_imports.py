@@ -16,7 +16,7 @@ BELOW = {
     "launch": {"rules", "center", "worker"},
     "monitor": {"rules", "center", "worker", "launch"},
 }
-COMMON = {"checks", "disk", "errors", "files", "sealed", "signals", "typed"}  # needed everywhere
+COMMON = {"checks", "errors", "files", "sealed", "signals", "typed"}  # needed everywhere
 FRAMEWORKS = {
     "torch": {"torch", "center/collective"},
     "tensorflow": {"tensorflow"},

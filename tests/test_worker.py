@@ -9,10 +9,12 @@ import pytest
 import springline
 from springline import (
     AGN,
+    AsyncDiLoCo,
     ElasticAverage,
     LocalCenter,
     ModelAverage,
     SharedCenter,
+    SlowMo,
     Worker,
     errors,
     progress,
@@ -136,6 +138,18 @@ def test_the_penalty_pulls_gradients_towards_the_last_center():
     worker.observe(gradients)
     np.testing.assert_array_equal(gradients["b"], [2, 2])  # 1 + 0.5 · (3 − 1)
     np.testing.assert_array_equal(gradients["w"], np.ones((2, 3)))
+
+
+def test_the_penalty_pulls_a_parameter_that_has_no_gradient():
+    worker = Worker(model(1.0), ElasticAverage(rho=0.5))
+    worker.parameters["b"][:] = 3
+    gradients = {"w": np.ones((2, 3), np.float32)}
+    worker.observe(gradients)
+    np.testing.assert_array_equal(gradients["b"], [1, 1])  # 0.5 · (3 − 1)
+    alone = Worker(model(1.0), ElasticAverage(rho=0.0))
+    gradients = {"w": np.ones((2, 3), np.float32)}
+    alone.observe(gradients)
+    assert gradients.keys() == {"w"}
 
 
 def test_without_penalty_nothing_is_kept_or_computed():
@@ -277,3 +291,30 @@ def test_start_step_stays_what_it_was_while_the_worker_goes_on(tmp_path, monkeyp
         assert springline.start_step() == again.start_step == 4
         again.member.leave()
         center.retire()
+
+
+def test_a_block_that_went_through_before_another_was_refused_is_not_sent_again():
+    """With a delay the worker has not adopted it."""
+    values = {"w": np.zeros(200_000, np.float32), "b": np.zeros(4, np.float32)}
+    worker = Worker(values, AsyncDiLoCo(period=2, delay=1, outer=SGD(1.0)))
+    worker.parameters["w"] += 1
+    worker.parameters["b"][:] = np.nan
+    worker.step()
+    with pytest.raises(NonFiniteError, match="'b'"):
+        worker.step()
+    assert worker.center.values()["w"][0] == 1
+    worker.parameters["b"][:] = 0
+    for made in (0, 0, 1, 1):
+        worker.step()
+        assert worker.center.values()["w"][0] == 1 + made
+        worker.parameters["w"] += worker.local_step == 4
+    worker.finish()
+
+
+def test_in_the_background_it_also_asks_for_what_the_rule_sends():
+    worker = Worker(model(), SlowMo(period=1), overlap=True)
+    with pytest.raises(RuntimeError, match="set_learning_rate"):
+        worker.step()
+    worker = Worker(model(), AGN(period=1, outer=SGD(1.0)), overlap=True)
+    with pytest.raises(RuntimeError, match="observe"):
+        worker.step()

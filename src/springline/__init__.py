@@ -4,7 +4,7 @@ Each worker keeps its own parameters and its own optimizer and, every few steps,
 shared center that pulls it back like a mooring line.
 """
 
-from springline import outer
+from springline import outer, schedule
 from springline.center import LocalCenter, SharedCenter
 from springline.errors import (
     CenterError,
@@ -20,16 +20,18 @@ from springline.errors import (
     TokenError,
 )
 from springline.progress import log, report, start_step, steps
-from springline.rules import AGN, ElasticAverage, ModelAverage
+from springline.rules import AGN, AsyncDiLoCo, DiLoCo, ElasticAverage, ModelAverage, SlowMo
 from springline.run import directory, rank, stop, stopping, workers
 from springline.worker import Worker
 
 __version__ = "0.1.0"
 __all__ = [
     "AGN",
+    "AsyncDiLoCo",
     "CenterError",
     "CheckpointError",
     "DamagedError",
+    "DiLoCo",
     "ElasticAverage",
     "EndedError",
     "LayoutError",
@@ -40,6 +42,7 @@ __all__ = [
     "RoundTimeoutError",
     "SettingsError",
     "SharedCenter",
+    "SlowMo",
     "TakenOverError",
     "TokenError",
     "Worker",
@@ -48,6 +51,7 @@ __all__ = [
     "outer",
     "rank",
     "report",
+    "schedule",
     "start_step",
     "steps",
     "stop",

@@ -20,7 +20,6 @@ from springline.launch.directory import RUNS, LaunchError, find_run, is_at_work,
 from springline.launch.export import export as export_center
 from springline.launch.launcher import Launcher
 from springline.launch.request import ClusterRequest
-from springline.run import REPORT
 
 app = typer.Typer(
     name="springline",
@@ -129,9 +128,8 @@ def run(
     ] = None,
 ) -> None:
     """Start SCRIPT on many workers, watch them, and keep the center."""
-    from springline.monitor.metrics import FOLDER
-    from springline.monitor.plot import draw
     from springline.monitor.screen import Screen
+    from springline.monitor.summary import summary
     from springline.monitor.words import many
 
     console, arguments = Console(), arguments or []
@@ -162,40 +160,8 @@ def run(
     say(f"{start} {place}: {script} on {who}.")
     with Screen(launcher.directory, console, live=console.is_terminal and not no_live) as screen:
         status = launcher.run(screen.refresh)
-    place = short(launcher.directory)  # it may have been moved
-    failed = launcher.failed
-    if failed:
-        say(f"The last lines of {failed.name} ({short(failed.log)}):")
-        for line in failed.last_lines():
-            say(f"  {line}")
-    if launcher.center is None and not launcher.ps and not launcher.lost:
-        if status:
-            say(f"No center was made yet, so nothing is saved. The output is in {place}/logs.")
-        else:
-            say(f"No center was made: does {script} use springline? Its output is in {place}/logs.")
-        raise typer.Exit(status)
-    report = launcher.directory / REPORT
-    if report.exists() and not status:
-        say(report.read_text("utf-8", "replace"))
-    plot = None
-    try:
-        plot = draw(launcher.directory)
-    except CenterError as error:
-        say(f"No plot: {error}")
-    words = f"The output of all is in {place}/logs"
-    if launcher.center:
-        version = launcher.version
-        which = "" if version is None else f" (version {version:,})"
-        words = f"The center is in {short(launcher.center)}{which}, the workers' output in "
-        words += f"{place}/logs"
-    if (launcher.directory / FOLDER).exists():
-        words += f", the metrics in {place}/{FOLDER}"
-    words += f", the plot in {short(plot)}." if plot else "."
-    if status and launcher.resumable:
-        again = ["springline", "run", "--run", str(place), str(script), *arguments]
-        where = " (from the script's own checkpoint)" if launcher.ps else ""
-        words += f" Go on{where} with: {shlex.join(again)}"
-    say(words)
+    for line in summary(launcher, script, arguments, status):
+        say(line)
     raise typer.Exit(status)
 
 

@@ -9,8 +9,10 @@ it is made again.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
+import logging
 import os
 import re
 import secrets
@@ -20,10 +22,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from springline.errors import CheckpointError
+
 if sys.platform != "win32":
     import fcntl
 
 Write = Callable[[BinaryIO], object]
+_log = logging.getLogger("springline")
+_missing: set[str] = set()  # what this process has warned of
 _SUFFIX = ".springline"
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}" + re.escape(_SUFFIX), re.DOTALL)
 
@@ -102,6 +108,23 @@ def remove_leftover(path: Path) -> int:
     return 0
 
 
+@contextlib.contextmanager
+def can_do_without(what: str) -> Iterator[None]:
+    """Warn once where something cannot be written, and go on. Also a decorator.
+
+    Args:
+        what: is missing then.
+    """
+    try:
+        yield
+    except (OSError, CheckpointError) as error:
+        if not _missing:
+            atexit.register(_drop_output)
+        if what not in _missing:
+            _missing.add(what)
+            _log.warning("%s cannot be written, training goes on without: %s", what, error)
+
+
 def _write(path: Path, write: Write, keep: Path | None) -> bool:
     """Write a file; false if somebody took it for a leftover before it was locked."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_SUFFIX}")
@@ -137,3 +160,14 @@ def _flush(directory: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _drop_output() -> None:
+    """Drop what was printed and cannot be written: Python would end with an error for that."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        except (AttributeError, ValueError):  # there is none, or it is closed
+            pass

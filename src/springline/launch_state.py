@@ -7,9 +7,10 @@ RUN/center/status.json    of a center on a cluster
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from springline.center.plan import Plan
 from springline.sealed import read_json, reading, write_json
@@ -18,6 +19,7 @@ from springline.typed import Count, Seconds, build
 NAME = "launch.json"
 STATUS_NAME = "status.json"
 _CENTER_NAME = re.compile(r"[^/\0]*-[0-9a-f]{8}\Z")  # as `center_name` draws them
+_Made = TypeVar("_Made")
 WorkerState = Literal["starting", "running", "restarting", "finished", "failed", "stopped"]
 
 
@@ -112,16 +114,15 @@ class LaunchState:
         Raises:
             DamagedError: what it has cannot be read.
         """
-        path = directory / NAME
-        try:
-            with reading(path, "Remove it, and give the run's options again."):
-                state = build(cls, read_json(path))
-                build(Asked, state.cluster or {})
-                if state.center is not None and not _CENTER_NAME.match(state.center):
-                    raise ValueError(f"{state.center[:40]!r} is no name of a center")
-                return state
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+
+        def make(values: Any) -> LaunchState:
+            state = build(cls, values)
+            build(Asked, state.cluster or {})
+            if state.center is not None and not _CENTER_NAME.match(state.center):
+                raise ValueError(f"{state.center[:40]!r} is no name of a center")
+            return state
+
+        return _read(directory / NAME, make, "Remove it, and give the run's options again.")
 
 
 @dataclass(frozen=True)
@@ -145,13 +146,13 @@ class CenterStatus:
         Raises:
             DamagedError: what there is cannot be read.
         """
-        path = directory / STATUS_NAME
-        try:
-            with reading(path, "Remove it: the center's own storage tells the same."):
-                written = build(_Written, read_json(path))
-                return cls(**{**vars(written), "plan": Plan.from_json(written.plan)})
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+
+        def make(values: Any) -> CenterStatus:
+            written = build(_Written, values)
+            return cls(**{**vars(written), "plan": Plan.from_json(written.plan)})
+
+        advice = "Remove it: the center's own storage has the same."
+        return _read(directory / STATUS_NAME, make, advice)
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,15 @@ class _Written:
     version: Count
     members: list[Count]
     progress: list[tuple[Count, Count, Seconds]]
+
+
+def _read(path: Path, make: Callable[[Any], _Made], advice: str) -> _Made | None:
+    """Make something of a JSON file; None if there is none."""
+    try:
+        with reading(path, advice):
+            return make(read_json(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def _last_sign(directory: Path) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import sys
 import time
@@ -14,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from springline import checks
 from springline.center.waiting import wait_until
-from springline.disk import can_do_without
 from springline.errors import CenterError
-from springline.files import write_text
+from springline.files import can_do_without, write_text
 from springline.run import REPORT, Run, ToLauncher, directory
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _STOP_LOOK = 0.1  # seconds between two looks at RUN/stop
 _END_LOOK = 0.1  # seconds between two looks who has finished
 _UNSEEN = 10.0  # seconds to wait for a rank that no launcher restarts
+# What a line of the metrics says of the last exchange.
+BYTES, DISTANCE, OUTER_RATE = "bytes_exchanged", "distance", "outer_learning_rate"
 _log = logging.getLogger("springline")
 
 
@@ -39,6 +41,7 @@ class _Count:
     done: int | None = None  # steps of the rank, if `steps` counts them
     looping: bool = False  # whether `steps` is in the middle of it
     reports: bool | None = None  # whether this worker is the one that reports, once that is known
+    logged: int = 0  # exchanges of the worker that the metrics know of
 
 
 _count = _Count()
@@ -107,7 +110,7 @@ def is_over() -> bool:
 
 def note_worker(worker: Any) -> None:
     """Take a worker for this process's own: its rank's steps are counted on from there."""
-    _count.worker = weakref.ref(worker)
+    _count.worker, _count.logged = weakref.ref(worker), 0
     if directory() and not any(isinstance(h, ToLauncher) for h in _log.handlers):
         _log.addHandler(ToLauncher(logging.WARNING))
     if _count.done is None:  # other machines may not see the run's directory
@@ -162,12 +165,27 @@ def wait_for_all(worker: Worker, timeout: float | None) -> bool:
 def log(**values: float) -> None:
     """Add numbers (loss, accuracy, ...) to the run's metrics, for the screen and the plot.
 
+    The first line after an exchange also has the distance from the center, the outer learning rate
+    and the bytes that this process has exchanged.
+
     >>> log(loss=0.25)
     """
-    worker, done = _count.worker(), _count.done
+    worker, done, run = _count.worker(), _count.done, Run.from_environment()
     if done is None:
         done = worker.start_step + worker.local_step if worker else 0
-    Run.from_environment().log(done, values)
+    run.log(done, (_of_exchange(worker) if run.directory else {}) | values)
+
+
+def _of_exchange(owner: Any) -> dict[str, float]:
+    """Return what is known of a worker's last exchange, once."""
+    worker = getattr(owner, "worker", owner)  # that of an optimizer in TensorFlow's eager mode
+    exchanges = getattr(worker, "exchanges", 0)
+    if exchanges == _count.logged:
+        return {}
+    _count.logged = exchanges
+    figures = {DISTANCE: worker.distance, OUTER_RATE: worker.outer_rate()}
+    known = {name: value for name, value in figures.items() if not math.isnan(value)}
+    return {BYTES: worker.bytes_exchanged} | known
 
 
 @can_do_without("The report")

@@ -34,9 +34,8 @@ from springline.center import Center, CenterError, Layout, RankError, SharedCent
 from springline.center.checkpoint import describe, newest
 from springline.center.shared import CHECKPOINT_NAME
 from springline.cluster_address import ClusterAddress
-from springline.disk import can_do_without
 from springline.errors import DamagedError
-from springline.files import write_text
+from springline.files import can_do_without, write_text
 from springline.launch_state import LaunchState
 from springline.rules.rule import Rule
 

@@ -8,8 +8,10 @@ wait, and else at the end.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -54,6 +56,23 @@ def deliver() -> None:
         if now is not _note and callable(now):  # it has made another its successor
             _handlers[number] = now
             signal.signal(number, _note)
+
+
+@contextlib.contextmanager
+def noted(*numbers: int) -> Iterator[list[int]]:
+    """Note the signals that come, in the list that this gives, instead of handling them.
+
+    SIGHUP stays ignored where it is: by `nohup`.
+    """
+    heard: list[int] = []
+    nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    ours = [n for n in numbers if not (n == signal.SIGHUP and nohup)]
+    before = {n: signal.signal(n, lambda number, _: heard.append(number)) for n in ours}
+    try:
+        yield heard
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _note(number: int, frame: FrameType | None) -> None:

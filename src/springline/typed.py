@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import lru_cache
 from types import NoneType, UnionType
@@ -52,8 +53,10 @@ def convert(hint: Any, value: Any, name: str) -> Any:
     if origin in (Union, UnionType):
         if value is None and NoneType in inner:
             return None
-        (hint,) = (option for option in inner if option is not NoneType)
-        return convert(hint, value, name)
+        for option in inner:
+            with suppress(ValueError):
+                return convert(option, value, name)
+        return _refuse(name, value)
     if origin is Annotated:
         number = convert(inner[0], value, name)
         return number if number >= 0 else _refuse(name, value)

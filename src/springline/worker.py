@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from springline import checks, progress, run
-from springline.arrays import InPlace
+from springline.arrays import WorkerArrays
+from springline.background import Background
 from springline.center.center import Center, Local
 from springline.center.layout import Bytes, Layout, aligned_zeros
-from springline.center.local import LocalCenter
-from springline.errors import CenterError, NonFiniteError
+from springline.center.memory import LocalCenter
+from springline.errors import CenterError, NonFiniteError, SettingsError
+from springline.pace import Pace
 from springline.replicas import Replicas
 from springline.rules.rule import Rule
 from springline.signals import deferred
@@ -28,7 +29,7 @@ MakeCenter = Callable[[Layout, Rule, Mapping[str, Array], float | None], Center]
 _log = logging.getLogger("springline")
 
 
-class Worker:
+class Worker(WorkerArrays):
     """All that a front end has to wrap.
 
     A step of a training loop is::
@@ -57,6 +58,7 @@ class Worker:
         allocate: makes a buffer of so many bytes, all zero; for memory of a special kind.
         keep_own_weights: whether a worker that has loaded weights goes on with those, though the
             center has others by then; see `begin`.
+        overlap: exchange in the background, and go on meanwhile.
 
     Example: one worker alone, moving_rate 1, two steps by hand.
 
@@ -83,14 +85,21 @@ class Worker:
         timeout: float | None = None,
         allocate: Callable[[int], Bytes] = aligned_zeros,
         keep_own_weights: bool = False,
+        overlap: bool = False,
     ) -> None:
         checks.true_or_false("use_locking", use_locking)
+        checks.true_or_false("overlap", overlap)
+        if overlap and rule.delay:
+            raise SettingsError(
+                "`delay` and `overlap` exclude each other: a delay adopts the center a fixed "
+                "number of steps later, overlap when it is back. Leave one of them out."
+            )
         checks.true_or_false("keep_own_weights", keep_own_weights)
         if synchronous is not None:
             checks.true_or_false("synchronous", synchronous)
         checks.seconds(timeout)
         self.rule, given = rule, center
-        self.layout = Layout.of(parameters, buffers)
+        self.layout = Layout.of(parameters, buffers, rule.fragments)
         values = {**parameters, **(buffers or {})}
         made_here = not isinstance(center, Center)
         if center is None:
@@ -104,25 +113,18 @@ class Worker:
         else:
             center.check_layout(self.layout)
         self.center = center
-        self.local = Local(self.layout, rule, allocate)
-        wide = self.layout.views(self.local.x)
-        narrow = {e.name: e.dtype for e in self.layout.entries if e.dtype != e.center_dtype}
-        # float16 parameters train in their own dtype and are widened for an exchange.
-        self._narrow = {name: (np.empty_like(values[name]), wide[name]) for name in narrow}
-        arrays = {n: self._narrow[n][0] if n in self._narrow else wide[n] for n in wide}
-        self.parameters = InPlace({name: arrays[name] for name in parameters})
-        self.buffers = InPlace({name: arrays[name] for name in buffers or {}})
-        self._a = self.layout.views(self.local.a) if self.local.a is not None else {}
-        self._base = self.layout.views(self.local.base) if self.local.base is not None else {}
-        self._work = np.empty(0, np.uint8)
+        super().__init__(self.layout, rule, values, allocate)
         self.local_step = 0
         self.exchanges = 0
         self.exchange_seconds = 0.0
-        self._period = rule.period
+        self.bytes_exchanged = 0  # that have gone to the center and come back
+        self.distance = math.nan  # from the center at the last exchange, `‖x − c‖/‖c‖`
+        self.pace = Pace(rule)
         self.finished = False
         self.for_good = True  # whether, once it has finished, it does not come back
-        self.exchanged_at = 0  # the local step of the last exchange
+        self.exchanged_at = [0] * self.layout.fragments  # the local step of each one's last
         self.begun = False  # whether `begin` was called, or a step made
+        self.background: Background | None = None
         self._missed = False  # whether the last exchange failed, under some rules
         self._keep_own = keep_own_weights
         self._joined_with = 0  # identifies the parameters that it joined with
@@ -138,6 +140,8 @@ class Worker:
             elif hasattr(self, "member"):
                 self.member.leave()
             raise
+        if overlap or rule.delay:
+            self.background = Background(self, rule.delay)
         self._replicas = Replicas(center, rule, self.rank)
         run.note_center(self, given)
         progress.note_worker(self)
@@ -152,29 +156,46 @@ class Worker:
         """Whether an exchange waits for all workers."""
         return self.center.plan.rounds
 
+    def outer_rate(self) -> float:
+        """Return the outer learning rate of the last exchange; NaN if the rule has none."""
+        outer, name = self.rule.outer, next(iter(self.parameters))
+        if "learning_rate" not in self.rule.settings().get("outer", {}):
+            return math.nan
+        sent = float(self.local.rates[self.layout.index[name]])
+        if sent >= 0 and not self.rule.sends_rates:
+            return sent
+        done = 1
+        if callable(outer.learning_rate):
+            done = self.member.number if self.in_rounds else self.center.version
+        return outer.rate(name, max(0, done - 1))
+
     @property
-    def bytes_exchanged(self) -> int:
-        """Bytes that have gone to the center and come back."""
-        return 2 * self.layout.nbytes * self.exchanges
+    def fragment(self) -> int:
+        """The fragment that the next exchange is of."""
+        return self.member.number % self.layout.fragments
 
     def take_center(self) -> None:
-        """`x ← c`, `c̃ ← c`, `a ← 0`: as before the first step."""
-        self._take_into(self.local)
-        self._missed = False
-        self.exchanged_at = self.local_step
-        self._narrow_down()
+        """`x ← c`, `c̃ ← c`, `a ← 0`: as before the first step; `c` is what the center publishes."""
+        if self.background:
+            self.background.drop()
+        self.take(self.local)
+        self.scatter()
         if not self.begun:
             self.note_start()
 
-    def _take_into(self, local: Local) -> None:
-        self.center.read(local.x)
+    def take(self, local: Local) -> None:
+        """Let buffers of this worker hold the center, and nothing of its own."""
+        self.member.take(local.x)
         if local.base is not None:
             np.copyto(local.base, local.x)
         local.forget_gradients()
+        self._missed = False
+        self.exchanged_at = [self.local_step] * self.layout.fragments
+        self.plan_next()
 
     def note_start(self) -> None:
         """Take the parameters as they are for those that the worker has joined with."""
-        self._joined_with = self._fingerprint()
+        self._joined_with = self.fingerprint()
 
     def begin(self) -> bool:
         """Agree on the first values; to be called before the first step, once weights are loaded.
@@ -186,7 +207,7 @@ class Worker:
         Returns:
             Whether gradients that were computed before belong to these parameters.
         """
-        mark = self._fingerprint()
+        mark = self.fingerprint()
         changed = mark != self._joined_with
         first = self.member.seal(self.local.x, mark, changed)
         self.begun = True
@@ -207,35 +228,16 @@ class Worker:
         self.take_center()
         return False
 
-    def observe(self, gradients: Mapping[str, Array]) -> None:
-        """Show the rule this step's gradients, before the inner optimizer uses them.
-
-        Elastic averaging with ρ > 0 adds `ρ(x − c̃)` to them, in place. AGN accumulates them; a
-        parameter that is not among them had no gradient in this step.
-        """
-        if self._base or self._a:
-            checks.gradients(gradients, self.parameters)
-        if self._base:
-            for name, g in gradients.items():
-                x = self.parameters[name]
-                self.rule.penalize(g, x, self._base[name], self._room_like(self._base[name]))
-        if self._a:
-            local, index = self.local, self.layout.index
-            for name, g in gradients.items():
-                entry, a = index[name], self._a[name]
-                if local.seen[entry]:
-                    np.add(a, g, out=a)
-                else:
-                    np.copyto(a, g)
-                    local.seen[entry] = True
-            local.gradients += 1
-
     def step(self) -> bool:
-        """Count a local step; exchange if it is due. Return whether it was."""
-        if not self.advance():
-            return False
-        self.exchange()
-        return True
+        """Count a local step; exchange if it is due. Return whether `x` was exchanged."""
+        due = self.advance()
+        if self.background is None:
+            if due:
+                self.exchange()
+            return due
+        folded = self.background.step(due)
+        self.background.settle()
+        return folded
 
     def advance(self) -> bool:
         """Count a local step; return whether an exchange is due. `step` without the exchange."""
@@ -243,73 +245,90 @@ class Worker:
             self.begun = True
             progress.note_first_step(self)
         self.local_step += 1
-        return self.local_step % self._period == 0
+        if self.local_step < self.pace.due:
+            return False
+        self._plan(self.pace.number + 1)
+        return True
+
+    def plan_next(self) -> None:
+        """Set when the next exchange begins, from the local step and the center's number."""
+        self.pace.number = self.member.number
+        self._plan(self.pace.number)
+
+    def _plan(self, number: int) -> None:
+        self.pace.plan(number, self.local_step, self.start_step, self.in_rounds, self.member)
 
     def exchange(self) -> None:
         """Exchange with the center now."""
-        self._check_observed()
-        before = self.exchanged_at
+        before = list(self.exchanged_at)
         with deferred():
+            self.gather()
+            self.check_observed(self.fragment)
             self._mark_exchanged(self.local)
             try:
-                self.exchange_with(self.local)
+                if not self.exchange_with(self.local):
+                    self.take(self.local)
             except BaseException as error:
                 if not (isinstance(error, CenterError) or self.rule.accumulates):
                     self.exchanged_at = before  # interrupted: it is still to be made
                 raise
             finally:  # also what was exchanged before a block was refused
-                self._narrow_down()
+                self.scatter()
 
-    def exchange_with(self, local: Local) -> None:
+    def exchange_with(self, local: Local) -> bool:
         """Exchange what `local` holds: the worker's own buffers or a snapshot of them.
 
-        After an exchange that failed nobody knows what of it is in the center. A rule that measures
-        its messages from `base` would send that again, so the next exchange only takes the center.
+        After an exchange that failed it is not known what of it is in the center. A rule that
+        measures its messages from `base` would send that again.
+
+        Returns:
+            False if the worker is to take the center instead.
         """
         if self._missed:
-            self._missed = False
-            self._take_into(local)
-            return
-        start = time.perf_counter()
+            return False
+        start, fragment = time.perf_counter(), self.fragment
         before = None if self._replicas.done else self._replicas.look(local.x)
         try:
-            self.member.exchange(local)
+            exchanged = self.member.exchange(local)
         except NonFiniteError:
+            # With a delay nothing is adopted, though the center may have some blocks. A round that
+            # we are not in is noticed there.
+            self._missed = bool(self.rule.delay) and not self.in_rounds
             raise
         except BaseException:
             self._missed = self.rule.measures_from_base
             raise
+        finally:
+            self.distance = local.distance.take()
+        if not exchanged:
+            return False
         if before is not None:
             self._replicas.compare(before, self._replicas.look(local.x))
+        here = self.layout.fragment_bytes[fragment]
+        self.bytes_exchanged += 2 * (here.stop - here.start)
         self.exchanges += 1
-        self.exchange_seconds += time.perf_counter() - start
+        now = time.perf_counter()
+        self.exchange_seconds += now - start
+        self.pace.resume(self.local_step)
+        return True
 
     def hand_over(self, into: Local) -> None:
         """Copy all that an exchange needs beside `x` and `a`, and accumulate from 0 again."""
+        self.check_observed(self.fragment)
         self._mark_exchanged(into)
-        into.gradients = self.local.gradients
+        into.gradients[:] = self.local.gradients
         into.seen[:] = self.local.seen
         into.rates[:] = self.local.rates
-        self.local.forget_gradients()
-
-    def set_learning_rate(self, rate: float | Mapping[str, float]) -> None:
-        """Set the rate that travels with AGN's messages: one for all, or one per parameter."""
-        rates = rate if isinstance(rate, Mapping) else dict.fromkeys(self.parameters, rate)
-        for name, value in rates.items():
-            checks.parameter(name, self.parameters)
-            if not (checks.is_number(value) and 0 <= value < math.inf):
-                raise ValueError(
-                    f"A learning rate must be a finite number >= 0. Received: {value!r} "
-                    f"for {name!r}."
-                )
-            self.local.rates[self.layout.index[name]] = value
+        self.local.forget_gradients(self.fragment)
 
     def finish(self) -> None:
         """Exchange what the last period left over, and leave the center."""
         if not self.finished:
             self.finished = True
             try:
-                if self.local_step > self.exchanged_at:
+                if self.background:
+                    self.background.wait()
+                while self.unexchanged:
                     self.exchange()
             finally:
                 self.member.leave(finished=self.for_good)
@@ -345,39 +364,10 @@ class Worker:
 
     @property
     def unexchanged(self) -> int:
-        """How many steps are not in the center yet."""
-        return self.local_step - self.exchanged_at
+        """How many steps are not in the center yet, or not all of them."""
+        return self.local_step - min(self.exchanged_at)
 
     def _mark_exchanged(self, local: Local) -> None:
-        self.exchanged_at = self.local_step
+        self.exchanged_at[self.fragment] = self.local_step
         local.steps = self.steps_done
-        self._widen()
-
-    def _widen(self) -> None:
-        for narrow, wide in self._narrow.values():
-            np.copyto(wide, narrow)
-
-    def _fingerprint(self) -> int:
-        """Return a number that identifies the parameters; more than 1."""
-        self._widen()
-        found = 0
-        for entry in self.layout.entries:
-            if entry.kind == "parameter":
-                found = zlib.crc32(entry.view(self.local.x).data, found)
-        return found + 2
-
-    def _check_observed(self) -> None:
-        if self.rule.accumulates and not self.local.gradients:
-            raise RuntimeError(
-                f"The rule {self.rule.name!r} sends gradients, but `observe` was not called since "
-                "the last exchange. Call `worker.observe(gradients)` in every step."
-            )
-
-    def _narrow_down(self) -> None:
-        for narrow, wide in self._narrow.values():
-            np.copyto(narrow, wide, casting="same_kind")
-
-    def _room_like(self, array: Array) -> Array:
-        if self._work.nbytes < array.nbytes:
-            self._work = np.empty(array.nbytes, np.uint8)
-        return self._work[: array.nbytes].view(array.dtype).reshape(array.shape)
+        local.speed = self.pace.pause(self.local_step)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.slow
+RULES = ("elastic", "averaging", "AGN, SGD", "DiLoCo")
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "exchange.py"
 
 
@@ -38,16 +39,21 @@ def test_every_case_has_a_row(run):
     flat = {
         (size, rule, lock, workers)
         for size in ("0.1 M", "1 M")
-        for rule in ("elastic", "averaging", "AGN, SGD")
-        for lock in ("yes", "no")
+        for rule in RULES
+        for lock in (("yes",) if rule == "DiLoCo" else ("yes", "no"))
         for workers in ("1", "2")
     }
-    many = {("1 M (150)", rule, "yes", "1") for rule in ("elastic", "averaging", "AGN, SGD")}
-    assert cases == flat | many
+    many = {("1 M (150)", rule, "yes", "1") for rule in RULES}
+    fragments = {("1 M (8)", f"DiLoCo{more}", "yes", "1") for more in ("", ", 4 fragments")}
+    assert cases == flat | many | fragments
     assert len(table) == len(cases)
     for _, rule, _, workers, ms, alone, _, by_all, models, n in table:
         assert min(float(ms), float(alone), float(by_all)) > 0
-        assert float(models) == pytest.approx(1 + int(workers) * (rule == "averaging"), abs=0.05)
+        if rule.startswith("DiLoCo"):  # a momentum, slots and a journal
+            assert float(models) > 2 + int(workers)
+        else:
+            slots = int(workers) * (rule == "averaging")
+            assert float(models) == pytest.approx(1 + slots, abs=0.05)
         assert int(n) == 12 * int(workers)
 
 
@@ -60,8 +66,8 @@ def test_the_plot_is_a_png(run):
 def test_what_does_not_depend_on_the_clock_is_met(run):
     printed, _ = run
     assert "✓ allocated in an exchange after the first" in printed
-    assert printed.count("✓ memory of a center") == 4
-    assert printed.count("? ") == 6  # the targets at 25 M were not measured
+    assert printed.count("✓ memory of a center") == 5
+    assert printed.count("? ") == 5  # the targets at 25 M were not measured
 
 
 def test_the_page_names_no_path(run):

@@ -15,7 +15,7 @@ def serve(request, monkeypatch):
     def serve(rule=None, values=None, buffers=None, **options):
         rule = rule or request.module.RULE
         values = request.module.VALUES if values is None else values
-        given = Layout.of(values, buffers), rule, values | (buffers or {})
+        given = Layout.of(values, buffers, rule.fragments), rule, values | (buffers or {})
         options = {"use_locking": True, "restore": None, "shards": 2} | options
         services.append(Service(*given, **options))
         return services[-1]

@@ -75,7 +75,11 @@ def test_a_damaged_header_never_gives_another_error(tmp_path):
     [
         ({}, "no checkpoint of a center"),
         ({"springline": "[1]"}, "cut short or damaged"),
-        ({"springline": '{"format": 999}'}, "has format 999, this springline reads format 2"),
+        ({"springline": '{"format": 999}'}, r"has format 999, .* reads format 3\. Update"),
+        (
+            {"springline": '{"format": 1}'},
+            r"has format 1, .* reads format 3\. Use the one that wrote",
+        ),
     ],
 )
 def test_another_safetensors_file_is_refused(tmp_path, header, words):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from springline import AGN, ElasticAverage, ModelAverage, Worker
+from springline import AGN, AsyncDiLoCo, DiLoCo, ElasticAverage, ModelAverage, Worker
 from springline.center import (
     CenterError,
     Layout,
@@ -139,13 +139,20 @@ def test_other_settings_are_refused_on_all_ranks(ranks):
         assert "Rank 2 comes with period=7, rank 0 with period=8" in str(error)
 
 
-def test_agn_is_refused_with_the_centers_that_take_it(ranks):
-    def agn(rank, backend):
-        make(rank, backend, AGN(workers=2, outer=SGD(0.1)))
+@pytest.mark.parametrize(
+    ("rule", "why"),
+    [
+        (AGN(workers=2, outer=SGD(0.1)), "'agn' accumulates gradients"),
+        (AsyncDiLoCo(workers=2), "'async_diloco' takes a step with every worker's message"),
+    ],
+)
+def test_rules_without_rounds_are_refused_with_the_centers_that_take_them(ranks, rule, why):
+    def without_rounds(rank, backend):
+        make(rank, backend, rule)
 
-    for error in errors(ranks, agn, 2):
+    for error in errors(ranks, without_rounds, 2):
         assert type(error) is SettingsError
-        assert "'agn' accumulates gradients" in str(error)
+        assert why in str(error)
         assert "shared center takes every rule" in str(error)
 
 
@@ -216,6 +223,30 @@ def test_a_rank_with_nan_sends_nothing(ranks, bad):
     assert (ours == 3).all()
     assert (c == 1).all()
     assert (np.delete(theirs, 100_000) == 4).all()
+
+
+def test_a_rank_that_had_nan_takes_the_center_before_it_contributes_again(ranks):
+    """What it has is measured from the center before the round that it had no part in."""
+
+    def train(rank, backend):
+        rule = DiLoCo(workers=2, period=1, outer=SGD(1.0))
+        worker, found = make(rank, backend, rule, {"w": np.zeros(4, np.float32)}), []
+        for step in range(3):
+            worker.parameters["w"] += 1 + 2 * rank
+            if rank and not step:
+                worker.parameters["w"][1] = np.nan
+                with pytest.raises(NonFiniteError):
+                    worker.step()
+                worker.parameters["w"][:] = 100
+            else:
+                worker.step()
+            found.append(worker.center.values()["w"].tolist())
+        worker.finish()
+        return found, worker.parameters["w"].tolist()
+
+    for found, x in ranks(train, 2):
+        assert found == [[1.0] * 4, [2.0] * 4, [4.0] * 4]
+        assert x == [4.0] * 4
 
 
 def test_a_sum_that_overflows_is_refused_on_all_ranks(ranks):
@@ -386,7 +417,7 @@ def test_a_group_on_another_device_is_staged(ranks):
     def train(rank, backend):
         worker = make(rank, backend, ElasticAverage(workers=2, period=1, moving_rate=0.5))
         replica = worker.center.replica
-        replica._staged = [tensor.clone() for tensor in replica._tensors]
+        replica._staged = [[t.clone() for t in tensors] for tensors in replica._tensors]
         for _ in range(2):
             worker.parameters["b"] += 1 + rank
             worker.step()

@@ -28,7 +28,6 @@ from springline.center import (
 from springline.center.ray import RayCenter, retire
 from springline.center.ray_peer import RayPeer, door, shard_name
 from springline.center.remote.peer import Call, PeerLostError
-from springline.center.remote.worker_blocks import WorkerBlocks
 from springline.errors import EndedError, TokenError
 from springline.rules.reference import Optimizer
 from springline.torch import AGNOptimizer, ElasticAverageOptimizer
@@ -111,7 +110,7 @@ def test_who_has_no_token_gets_nothing_and_who_calls_wrongly_changes_nothing(nam
             ray.get(actor.call.remote("another", "save"))
 
     one = Worker(VALUES, RULE, RayCenter.open(name, token=center.token), 0)
-    message, *_ = one.member.messages(WorkerBlocks(center.plan, center.parts, RULE, 0, one.local))
+    message, *_ = one.member.messages(one.member._blocks_of(one.local))
     with pytest.raises(LayoutError, match=r"of uint8. Received: an array of shape"):
         Call(center.shards[0], "exchange", replace(message, data=message.data[:-4])).result()
     other = ElasticAverage(workers=3, period=1, moving_rate=0.25)

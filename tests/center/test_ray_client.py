@@ -104,7 +104,7 @@ def test_it_survives_a_shard(center, outside):
     os.kill(pid_of(actors_of("outside")["shard-1"]), signal.SIGKILL)
     rest = read_until(outside, "left with 40 exchanges")
     assert outside.wait(30) == 0
-    assert any("Asking again" in line for line in rest), rest
+    assert any("Retrying" in line for line in rest), rest
     deadline = time.monotonic() + 10
     while center.progress()[1].steps != 40 and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -6,8 +6,8 @@ import time
 import numpy as np
 import pytest
 
-from remote import TOKEN, message, worker
-from springline import AGN, ElasticAverage, ModelAverage
+from remote import TOKEN, contributing, message, worker
+from springline import AGN, AsyncDiLoCo, ElasticAverage, ModelAverage
 from springline.center import CenterError, CheckpointError
 from springline.center.remote.checkpoints import Checkpoints
 from springline.center.remote.head import Head
@@ -73,7 +73,7 @@ def test_the_head_forgets_who_waits_in_a_round(serve, background, tmp_path, what
         for each, value in ((one, 1.0), (two, 3.0)):
             each.parameters["w"][:] = value
         waiting = background(one.exchange)
-        while 0 not in Call(service.head, "waiting").result():
+        while 0 not in contributing(service):
             assert not waiting.done()
         disturb()
         two.exchange()
@@ -113,7 +113,7 @@ def test_a_storage_belongs_to_one_center(serve, tmp_path):
 
     def find(name):
         service.head.target = Head(None, place, name=name)
-        return Call(service.head, "find").result()
+        return service.head.target.registration.find()
 
     with pytest.raises(CenterError, match="belongs to the center 'one'; this one is 'other'"):
         find("other")
@@ -153,9 +153,9 @@ def test_a_head_reads_its_storage_again_if_it_could_not(serve, tmp_path, monkeyp
     end = unreadable(monkeypatch)
     service.head.target = service.new_head()
     with pytest.raises(CheckpointError, match="stale file handle"):
-        Call(service.head, "find").result()
+        service.head.target.registration.find()
     end()
-    found = Call(service.head, "find").result()
+    found = service.head.target.registration.find()
     assert found == service.description | {"storage": str(tmp_path / "store")}
 
 
@@ -214,7 +214,7 @@ def test_a_head_that_was_started_again_does_not_know_who_was_in_a_round(
 
     service.head.disturb = disturb
     waiting = background(one.exchange)
-    while 0 not in Call(service.head, "waiting").result():
+    while 0 not in contributing(service):
         assert not waiting.done()
     other.exchange()
     gone_on.set()
@@ -261,7 +261,7 @@ def test_a_head_and_the_shards_have_forgotten_rounds(serve, together, background
         one.parameters["w"][:] = one.rank + 1
     workers[2].member._rounds._next = 0
     waiting = [background(one.exchange) for one in workers[:2]]
-    while Call(service.head, "waiting").result() != [0, 1]:
+    while contributing(service) != [0, 1]:
         assert not any(one.done() for one in waiting)
     workers[2].exchange()
     for one in waiting:
@@ -296,3 +296,19 @@ def test_what_a_dead_worker_had_sent_may_still_arrive(serve, background, monkeyp
         Call(service.head, "heartbeat", 1, dead, RankProgress(dead)).result()
     incarnation, _, _ = joins.result(20)
     assert incarnation > dead
+
+
+def test_exchanges_before_a_shards_restart_do_not_make_a_message_stale(serve, tmp_path):
+    """A worker's last exchange may be among what was lost: it counts from the checkpoint on."""
+    rule = AsyncDiLoCo(workers=2, period=1, outer=SGD(1.0), staleness="inverse")
+    service = serve(rule, {"b": np.zeros(5, np.float32)}, storage=str(tmp_path / "store"))
+    shard = service.shards[0].target
+    for number in range(1, 5):
+        for rank in range(2):
+            shard.exchange(message(rank, number))
+    shard.save()
+    again = service.make[0]()
+    again.exchange(message(0, 5, 1.0))
+    np.testing.assert_array_equal(again.read().data.view(np.float32), -1)
+    again.exchange(message(1, 5, 1.0))  # after one of another's
+    np.testing.assert_array_equal(again.read().data.view(np.float32), -1.5)

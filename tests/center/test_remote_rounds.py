@@ -1,6 +1,7 @@
 """Rounds at a remote center: what is called, and shards that restart in the middle."""
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -70,7 +71,7 @@ def test_a_shard_is_started_again_while_it_makes_the_mean(serve, tmp_path, toget
     meet(workers, together, 0)
 
     def die(steps, messages, number):
-        if steps is old._steps:
+        if steps in old._steps:
             service.shards[0].target = service.make[0]()
             raise PeerLostError("the shard has died")
         return plain(steps, messages, number)
@@ -142,3 +143,17 @@ def test_a_round_whose_contributors_are_not_known_takes_who_is_here(serve):
     assert shard.reduce(ClosedRound(2, []), message(1, 2, 5.0).sender) == [
         1
     ]  # who is in it for certain
+
+
+def test_who_asks_for_a_mean_late_gets_that_fragment(serve):
+    """It was silent for long, and the others have made the next round, of another fragment."""
+    rule = ModelAverage(workers=2, period=2, fragments=2)
+    values = {name: np.zeros(5, np.float32) for name in "ab"}
+    shard = serve(rule, values, shards=1).shards[0].target
+    for rank in range(2):
+        shard.contribute(message(rank, 1, 1.0), 1)
+    shard.reduce(ClosedRound(1, [0, 1]), message(0, 1).sender)
+    shard.contribute(replace(message(0, 2, 7.0), fragment=1), 2)
+    shard.reduce(ClosedRound(2, [0]), message(0, 2).sender)
+    late = shard.reduce(ClosedRound(1, [0, 1]), message(1, 1).sender)
+    np.testing.assert_array_equal(late.data.view(np.float32), 1)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from remote import TOKEN, LocalPeer, worker
+from remote import TOKEN, LocalPeer, contributing, worker
 from springline import AGN, ElasticAverage, ModelAverage
 from springline.center import CenterError, LayoutError, NonFiniteError, RankError
 from springline.center.ray_actors import RayHead
@@ -42,7 +42,7 @@ class Scene:
         self._background, self._first = background, None
         if rule.rounds:
             self._begin()
-            while 0 not in Call(self.service.head, "waiting").result():
+            while 0 not in contributing(self.service):
                 assert not self._first.done()
         elif not fresh:
             self._begin().result(20)
@@ -65,7 +65,7 @@ class Scene:
             **{"given_up": [1], "without": []},
             **{"sender": sender, "center": data, "state": np.zeros(len(shard._state), np.uint8)},
             **{"lease": issue(TOKEN, "lease"), "steps": [0, 0]},
-            "message": Message(sender, data, 1, np.ones(2, bool), np.ones(2)),
+            "message": Message(sender, 0, data, np.ones(2, bool), np.ones(2)),
             "closed": ClosedRound(1, [0, 1], sign(TOKEN, 1, [0, 1])),
         }
 
@@ -88,7 +88,6 @@ class Scene:
             "data": of_size(message.data),
             "seen": of_size(message.seen),
             "rates": [*of_size(message.rates), *RATES],
-            "gradients": NOT_WHOLE,
         }
         closed = {
             "number": [*NOT_WHOLE, 0, 2, 10**9],
@@ -120,9 +119,9 @@ class Scene:
         head, shards = self.service.head.target, [p.target for p in self.service.shards]
         slots = [
             {
-                (n, r): bytes(data)
+                (n, r): bytes(message.data)
                 for n, kept in s._slots._kept.items()
-                for r, (_, data) in kept.items()
+                for r, message in kept.items()
             }
             for s in shards
         ]
@@ -135,7 +134,7 @@ class Scene:
                     for r, s in head._membership.members.items()
                 },
                 (head._membership.closed, head._membership.contributors, head._membership._lease),
-                (head.description, head._finished, head._given_up, head._started),
+                (head.registration.description, head._finished, head._given_up, head._started),
                 [(rank.steps, rank.exchanges) for rank in self.one.center.progress()],
                 (self.one.center.version, self.one.center.members()),
             ]
@@ -304,7 +303,7 @@ def test_an_earlier_incarnation_is_refused(scene):
         here.call("head", "join", 1, old["incarnation"])
     with pytest.raises(CenterError, match="does not know this member"):
         here.call("head", "seal", 1, old["incarnation"], 1, False, 0)
-    assert here.call("head", "heartbeat", 1, old["incarnation"], RankProgress(steps=9)) is False
+    assert here.call("head", "heartbeat", 1, old["incarnation"], RankProgress(steps=9)) is None
     assert here.state() == before
 
 

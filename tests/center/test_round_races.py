@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from springline import LocalCenter, ModelAverage
+from springline import DiLoCo, LocalCenter, ModelAverage, outer
 from springline.center import CenterError, Layout, Local, RoundTimeoutError
 from springline.center.locks import SHARD
 from springline.center.plan import ADOPTED, CLOSED, CONTRIBUTED, MEMBER_OF
@@ -56,10 +56,10 @@ def test_a_shard_is_not_reduced_again_from_the_next_rounds_slots():
             assert asked.wait(20)
         return acquire(number)
 
-    def settle_and_tell(this, contributed):
+    def settle_and_tell(this):
         if this == 2:
             written.set()
-        settle(this, contributed)
+        settle(this)
 
     def second_worker():
         members[1].exchange(locals_[1])
@@ -154,3 +154,29 @@ def test_the_start_waits_for_who_is_still_joining(background, monkeypatch):
     go_on.set()
     late.result(20).barrier()
     first.barrier()
+
+
+def test_who_has_missed_a_round_takes_the_center_after_it(background):
+    """The round has closed without it, and nobody has reduced it yet."""
+    rule = DiLoCo(period=1, workers=2, outer=outer.SGD(1.0))
+    center, locals_ = LocalCenter(LAYOUT, rule, {"w": np.zeros(4)}), [Local(LAYOUT, rule)] * 2
+    first, second = (center.join(rank, rule) for rank in range(2))
+    second._rounds._withdraw(1)
+    first.take(locals_[0].x)
+    fill(locals_[0], 5)
+    reduce, closed, go_on = first._rounds._reduce, threading.Event(), threading.Event()
+
+    def slow_reduce(sides):
+        closed.set()
+        assert go_on.wait(20)
+        reduce(sides)
+
+    first._rounds._reduce = slow_reduce
+    exchange = background(lambda: first.exchange(locals_[0]))
+    assert closed.wait(20)
+    taken = LAYOUT.allocate()
+    second.take(taken)
+    go_on.set()
+    assert exchange.result(20)
+    assert LAYOUT.views(taken)["w"].tolist() == held(locals_[0]) == [5] * 4
+    center.close()

@@ -12,16 +12,24 @@ import numpy as np
 import pytest
 import ray
 
-from own_rules import Ahead, EveryFourth, MeanOfPseudoGradients, Pushes, Stale
+from own_rules import Ahead, Decaying, EveryFourth, MeanOfPseudoGradients, Pushes, Stale
 from ray_cluster import end_center
-from remote import Service
-from springline import AGN, ElasticAverage, LocalCenter, ModelAverage, SharedCenter, Worker
+from remote import Service, contributing
+from springline import (
+    AGN,
+    AsyncDiLoCo,
+    DiLoCo,
+    ElasticAverage,
+    LocalCenter,
+    ModelAverage,
+    SharedCenter,
+    Worker,
+)
 from springline.center import Layout
 from springline.center.center import check_settings
 from springline.center.plan import CLOSED, CONTRIBUTED, Plan
 from springline.center.ray import RayCenter
 from springline.center.remote.center import RemoteCenter
-from springline.center.remote.peer import Call
 from springline.rules import SGD, Adagrad, Adam, Momentum, Nesterov
 
 PATIENCE = 120.0  # seconds: on a busy machine Ray takes a while to start an actor
@@ -32,11 +40,16 @@ RULES = {
     "agn-momentum": lambda **k: AGN(outer=Momentum(0.5), **k),
     "agn-adagrad": lambda **k: AGN(outer=Adagrad(0.5), **k),
     "agn-adam": lambda **k: AGN(outer=Adam(0.5), **k),
+    "diloco": DiLoCo,
+    "async_diloco": lambda **k: AsyncDiLoCo(staleness="inverse", **k),
     **{
         f"{rule.__name__}-{outer.kind}": partial(rule, outer=outer)
         for rule, outers in (
-            (MeanOfPseudoGradients, (SGD(0.5), Nesterov(0.5, 0.5), Adam(0.1), Ahead())),
-            (Pushes, (SGD(0.5), Momentum(0.5, 0.5), Adagrad(0.5), EveryFourth(), Ahead())),
+            (MeanOfPseudoGradients, (SGD(0.5), Nesterov(0.5, 0.5), Adam(0.1), Ahead(), Decaying())),
+            (
+                Pushes,
+                (SGD(0.5), Momentum(0.5, 0.5), Adagrad(0.5), EveryFourth(), Ahead(), Decaying()),
+            ),
             (Stale, (SGD(0.5),)),
         )
         for outer in outers
@@ -90,7 +103,8 @@ class Place:
         """A worker as a front end makes it; it waits for nobody before its first step."""
         making = {k: options.pop(k) for k in ("use_locking", "restore") if k in options}
         values = {**parameters, **(buffers or {})}
-        center = self.make(Layout.of(parameters, buffers), rule, values, **making)
+        layout = Layout.of(parameters, buffers, rule.fragments)
+        center = self.make(layout, rule, values, **making)
         options = {"synchronous": False, "timeout": 30} | options
         return Worker(parameters, rule, center, rank, buffers=buffers, **options)
 
@@ -149,7 +163,7 @@ class Remote(Place):
         return center
 
     def waits(self, rank):
-        return rank in Call(self.service.head, "waiting").result()
+        return rank in contributing(self.service)
 
     def other(self):
         self.others.append(super().other())
@@ -188,9 +202,9 @@ class OnRay(Place):
         self.others = []
 
     def make(self, layout, rule, values, use_locking=True, restore=None):
-        if not type(rule.outer).__module__.startswith("springline"):
-            # The actors cannot import a test.
-            ray.cloudpickle.register_pickle_by_value(sys.modules[type(rule.outer).__module__])
+        for module in {type(rule).__module__, type(rule.outer).__module__}:
+            if not module.startswith("springline"):  # the actors cannot import a test
+                ray.cloudpickle.register_pickle_by_value(sys.modules[module])
         options = {"use_locking": use_locking, "restore": restore, "shards": 2, "token": self.name}
         center = RayCenter.create_or_join(self.name, layout, rule, values, **options)
         self.opened.append(center)
@@ -202,7 +216,8 @@ class OnRay(Place):
         return RayCenter.open(name, token=name)
 
     def waits(self, rank):
-        return rank in Call(self.opened[0].head, "waiting").result()
+        members = (m for center in self.opened for m in center._members if m.rank == rank)
+        return isinstance(next(members).ask_as_member("begin", 0.0), list)  # for whom it waits
 
     def other(self):
         self.others.append(super().other())

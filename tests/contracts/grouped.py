@@ -31,7 +31,8 @@ class Grouped(Place):
         return self.opened[-1]
 
     def workers(self, parameters, rule, *, buffers=None, use_locking=True, restore=None, **options):
-        layout, values = Layout.of(parameters, buffers), {**parameters, **(buffers or {})}
+        layout = Layout.of(parameters, buffers, rule.fragments)
+        values = {**parameters, **(buffers or {})}
         store, options = dist.HashStore(), {"synchronous": False} | options
 
         def worker(rank):

@@ -1,9 +1,14 @@
 """Create or join, what is refused and how it is said, ranks, members, leave."""
 
+from dataclasses import replace
+from functools import partial
+
 import numpy as np
 import pytest
 from centers import KINDS, RULES, each, model, on
+from torch.distributed import HashStore
 
+from own_rules import Ahead
 from springline import AGN, ElasticAverage, ModelAverage
 from springline.center import CenterError, Layout, LayoutError, RankError, SettingsError
 from springline.rules import SGD, Adam
@@ -61,6 +66,11 @@ def test_another_model_is_refused(place, parameters, buffers, words):
 
 
 ADAM = AGN(workers=2, outer=Adam(0.1))
+FIXED = AGN(workers=2, outer=SGD(0.1), fixed_rate=True)
+
+
+class MyAdam(Adam):
+    """Another class, though it has no kind of its own."""
 
 
 @pytest.mark.parametrize(
@@ -76,8 +86,10 @@ ADAM = AGN(workers=2, outer=Adam(0.1))
         ),
         (ADAM, AGN(workers=2, outer=Adam(0.1, beta2=0.9)), "'beta2': 0.999.*'beta2': 0.9,"),
         (ADAM, AGN(workers=2, outer=SGD(0.1)), "outer=.*'adam'.*'sgd'"),
+        (FIXED, replace(FIXED, outer=SGD(0.2)), "'learning_rate': 0.1.*'learning_rate': 0.2"),
+        (ADAM, AGN(workers=2, outer=MyAdam(0.1)), "outer=.*'adam'.*'MyAdam'"),
     ],
-    ids=["rule", "period", "workers", "moving_rate", "outer", "outer's kind"],
+    ids=["rule", "period", "workers", "moving_rate", "outer", "kind", "fixed rate", "subclass"],
 )
 @on("asynchronous")
 def test_other_settings_are_refused(place, ours, theirs, words):
@@ -85,6 +97,29 @@ def test_other_settings_are_refused(place, ours, theirs, words):
     with pytest.raises(SettingsError, match=words):
         place.worker(FIRST, theirs, 1)
     assert worker.center.members() == [0]
+
+
+ANOTHER = [(SGD(0.1), "'learning_rate': 0.1"), (Adam(0.5), "'adam'"), (Ahead(), "'ahead'")]
+
+
+@pytest.mark.parametrize(("other", "words"), ANOTHER, ids=["rate", "kind", "own"])
+@each("Pushes-sgd", "MeanOfPseudoGradients-sgd", fixed=("MeanOfPseudoGradients-sgd",))
+def test_another_outer_optimizer_is_refused(place, name, other, words, together):
+    """Its class and all its settings, with the learning rate, are the same on all workers."""
+    ours = RULES[name](workers=2)
+    theirs = replace(ours, outer=other)
+
+    def refused(make, *arguments, **options):
+        with pytest.raises(SettingsError, match=f"outer=.*{words}"):
+            make(*arguments, **options)
+
+    if place.joinable:
+        place.worker(FIRST, ours, 0)
+        refused(place.worker, FIRST, theirs, 1)
+    else:  # both, since they start at once
+        make, store = partial(refused, place.make, Layout.of(FIRST)), HashStore()
+        ranks = enumerate((ours, theirs))
+        together(*[partial(make, rule, FIRST, rank=k, store=store) for k, rule in ranks])
 
 
 @on("asynchronous")

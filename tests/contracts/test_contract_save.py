@@ -1,14 +1,18 @@
 """Checkpoints: what is saved goes on as if nothing had happened."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from centers import IN_ROUNDS, LOCK_FREE, RULES, each, on
+from centers import IN_ROUNDS, LOCK_FREE, RULES, each, exchange_all, on
 from safetensors.numpy import load_file
 
 from springline.center import CheckpointError, Layout
+from springline.rules import AsyncDiLoCo, Momentum, Nesterov
 
 VALUES = {"w": np.ones((3, 2), np.float32), "d": np.arange(4.0), "s": np.array(1, np.float32)}
 BUFFERS = {"mean": np.zeros(3, np.float32), "none": np.zeros(0)}
+NESTEROV = ("MeanOfPseudoGradients-nesterov",)
 
 
 def train(worker, rng):
@@ -30,6 +34,8 @@ def contents(center, path):
 @each(*(name for name in RULES if "Stale" not in name), fixed=IN_ROUNDS)  # who joins is fresh
 def test_save_load_step_equals_step(place, name, use_locking, tmp_path, together):
     rule = RULES[name](workers=2, period=2)
+    if isinstance(rule, AsyncDiLoCo):
+        rule = replace(rule, staleness=None)  # who joins is fresh
     making = {"buffers": BUFFERS, "use_locking": use_locking or name not in LOCK_FREE}
     path = tmp_path / "center.safetensors"
 
@@ -67,6 +73,54 @@ def test_save_load_step_equals_step(place, name, use_locking, tmp_path, together
     assert ours.keys() == theirs.keys()
     for key in ours:
         np.testing.assert_array_equal(ours[key], theirs[key])
+
+
+def takes_what_is_published(worker, given):
+    """Whether it goes on from what others were given, from `x` to its next message."""
+    np.testing.assert_array_equal(worker.local.x, given)
+    np.testing.assert_array_equal(worker.local.base, given)
+
+
+@each("Pushes-ahead", "MeanOfPseudoGradients-ahead", fixed=("MeanOfPseudoGradients-ahead",))
+def test_who_joins_or_is_restored_takes_what_is_published(place, name, tmp_path, together):
+    """An outer optimizer may give workers another point than `c`, which is saved and read."""
+    rule = RULES[name](workers=2, period=1)
+    workers = place.workers(VALUES, rule, buffers=BUFFERS)
+    for worker in workers:
+        worker.parameters["d"] -= 1.0
+        worker.buffers["mean"] += 3
+    exchange_all(workers, together)
+    center, given = workers[1].center, workers[1].local.x.copy()
+    assert (workers[1].parameters["d"] != center.values()["d"]).all()
+    if place.joinable:
+        workers[0].member.leave()
+        takes_what_is_published(place.worker(VALUES, rule, 0, buffers=BUFFERS), given)
+    workers[1].take_center()
+    takes_what_is_published(workers[1], given)
+    path = tmp_path / "center.safetensors"
+    center.save(path)
+    for worker in place.other().workers(VALUES, rule, buffers=BUFFERS, restore=path):
+        takes_what_is_published(worker, given)
+        np.testing.assert_array_equal(worker.center.read(), center.read())
+
+
+@each("agn-momentum", "Pushes-momentum", *NESTEROV, fixed=NESTEROV)
+def test_the_state_of_another_outer_optimizer_is_refused(place, name, tmp_path):
+    """Also if it has the same shapes: the numbers mean something else."""
+    path = tmp_path / "center.safetensors"
+    theirs = RULES[name]()
+    place.make(Layout.of(VALUES), theirs, VALUES).save(path)
+    kind, μ = theirs.outer.kind, theirs.outer.momentum
+    like_it = (Momentum if kind == "nesterov" else Nesterov)(0.5, μ)
+    for other, words in (
+        (like_it, f"outer optimizer: kind='{kind}', wanted '{like_it.kind}'"),
+        (replace(theirs.outer, momentum=0.25), f"outer optimizer: momentum={μ}, wanted 0.25"),
+    ):
+        ours = replace(theirs, outer=other)
+        with pytest.raises(CheckpointError, match=words):
+            place.other().make(Layout.of(VALUES), ours, VALUES, restore=path)
+    faster = replace(theirs, outer=replace(theirs.outer, learning_rate=0.125))
+    place.other().make(Layout.of(VALUES), faster, VALUES, restore=path)
 
 
 @each("elastic", "average")

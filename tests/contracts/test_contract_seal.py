@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from centers import KINDS, RULES, each, model, on, wait_for
 
-from remote import Call, Service
+from remote import Service
 from springline import Worker
 from springline.center import Layout
+from springline.center.remote.peer import Call
 
 FIRST = model(w=[[1, 2], [3, 4]], b=[5, 6])
 OTHER = model(w=[[0, 1], [0, 1]], b=[0, 1])

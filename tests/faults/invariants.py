@@ -5,6 +5,7 @@ Every number here is chosen so that the rule's arithmetic on it is exact, or can
 
 from dataclasses import dataclass
 from itertools import combinations, product
+from pathlib import Path
 
 import numpy as np
 
@@ -28,6 +29,8 @@ class Snapshot:
     exchanges: tuple  # completed, per rank, before and after
     interrupted: np.ndarray  # per rank, how often it was killed inside an exchange
     live: bool  # whether workers were exchanging meanwhile
+    state: dict  # the outer optimizer's, by name and key, if nobody was
+    home: Path  # where the workers may have written something down
 
 
 def first_values(value):
@@ -210,9 +213,14 @@ class Pushed(Own):
     rule = Pushes(period=1, workers=WORKERS, outer=EveryFourth())
 
     def steps(self, seen):
-        under_way = WORKERS if seen.live else 0
-        low, high = seen.exchanges
-        return low.sum(), high.sum() + seen.interrupted.sum() + under_way
+        return pushes(seen)
+
+
+def pushes(seen):
+    """How many exchanges an element may hold at least and at most."""
+    under_way = WORKERS if seen.live else 0
+    low, high = seen.exchanges
+    return low.sum(), high.sum() + seen.interrupted.sum() + under_way
 
 
 SUBJECTS = {"elastic": Elastic, "average": Average, "agn": Agn, "rounds": Rounds, "pushes": Pushed}

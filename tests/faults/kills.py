@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 
 import numpy as np
-from invariants import SUBJECTS, WORKERS, Snapshot
+from invariants import WORKERS, Snapshot
 from nursery import BUSY, CHILDREN, COLUMNS, DONE, LAST, LONGEST, open_board
+from replays import SUBJECTS
 
 from springline.center import CenterError, SharedCenter
 from springline.center.memory_file import TMPFS
@@ -137,7 +138,8 @@ class Drill:
         versions = version, self.center.version
         finite = all(np.isfinite(c).all() for c in values.values())
         self.demand(finite, "the center has values that are not finite")
-        seen = Snapshot(values, versions, (before, after), self.interrupted, live)
+        state = {} if live else self.outer_state()
+        seen = Snapshot(values, versions, (before, after), self.interrupted, live, state, self.home)
         try:
             self.subject.check(seen)
         except AssertionError as error:
@@ -173,6 +175,11 @@ class Drill:
         self.demand(not group_exists(self.nursery.pid), "processes are left")
         self.center.retire()
         self.demand(not self.memories(), f"memory is left: {self.memories()}")
+
+    def outer_state(self):
+        """Return the outer optimizer's arrays."""
+        entries, arrays = self.center.layout.entries, self.center.memory.state_of(self.center.plan)
+        return {entries[i].name: state for i, state in arrays.items()}
 
     @property
     def longest(self):

@@ -14,7 +14,8 @@ import traceback
 from pathlib import Path
 
 import numpy as np
-from invariants import SUBJECTS, WORKERS, first_values
+from invariants import WORKERS, first_values
+from replays import SUBJECTS
 
 from springline.worker import Worker
 

@@ -63,7 +63,7 @@ def test_a_worker_is_a_member_again_however_long_the_head_was_away(monkeypatch):
         with Worker(values, rule, service.open(), timeout=0.2) as worker:
             service.head.disturb = disturb
             service.head.target = service.new_head()  # it knows nobody
-            service.head.target.description = service.description
+            service.head.target.registration.description = service.description
             deadline = time.monotonic() + 30
             while worker.center.members() != [0]:
                 assert time.monotonic() < deadline, "it has not joined again"

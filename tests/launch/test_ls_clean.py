@@ -62,7 +62,7 @@ def test_nothing_is_said_so(command, tmp_path):
 
 
 def test_a_run_that_goes_on_is_listed_and_left_alone(train, command, run, own_tmpfs):
-    going = train("elastic", 150, 0.02)
+    going = train("elastic", 400, 0.02)
     wait_for(lambda: run.at_work(10))
     version = row_of(command("ls"), "runs/one")[2]
     assert int(version.replace(",", "")) >= 15

@@ -57,9 +57,13 @@ class Actors:
         process = self.here._process
         wait_for(lambda: process is None or process.look() or not process.alive)
 
-    def restart(self):
-        self.end()
-        self.here = WorkerActor(self.given)
+    def remote(self, given):  # of a class as well as of its options
+        if isinstance(given, Assignment):
+            self.here = WorkerActor(given)
+        return self
+
+    def options(self):
+        return self
 
     def __getattr__(self, name):
         return Method(self, name)
@@ -152,12 +156,12 @@ def test_a_call_that_is_lost_is_made_again(on_ray, script, tmp_path):
     assert (tmp_path / "run" / "logs" / "rank-0.log").read_text().endswith("---\n1\n2\n")
 
 
-def test_a_worker_whose_actor_was_restarted_is_lost_and_starts_again(on_ray, script, tmp_path):
+def test_a_worker_whose_actor_has_died_is_lost_and_starts_with_another(on_ray, script, tmp_path):
     worker = on_ray(script("import time; print('here', flush=True); time.sleep(1000)"))
     worker.start()
     log = tmp_path / "run" / "logs" / "rank-0.log"
     wait_for(lambda: not worker.look() and log.exists() and "here" in log.read_text())
-    worker.actors.restart()
+    worker.actors.errors.append(ActorDiedError())
     wait_for(worker.look)
     assert worker.entry.exit_code is None
     assert worker.describe_end().endswith(": its actor or its machine died")

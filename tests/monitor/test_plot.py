@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 from made import MODEL, NBYTES, START, center, launch, log
 
-from springline import ElasticAverage, ModelAverage, Worker
+import springline
+from springline import DiLoCo, ElasticAverage, ModelAverage, Worker
 from springline.center.directory import read_layout
 from springline.monitor.curves import Timeline, is_strong, quantities
 from springline.monitor.metrics import read_metrics
 from springline.monitor.plot import draw, figure
+from springline.rules import Nesterov
 from springline.run import Run
+from springline.schedule import Warmup
 
 
 def noisy(seconds, every=0.1, seed=0):
@@ -341,3 +344,45 @@ def test_a_life_is_smoothed_by_itself(directory):
     y = y[~np.isnan(y)]
     assert y[:100].min() > 1.8
     assert y[100:].max() < 0.4
+
+
+def test_logged_bytes_count_across_restarts_whatever_the_period(directory):
+    rule = ElasticAverage(period=Warmup(5, then=10), workers=2)
+    center(directory, rule).close()
+    plan = read_layout(directory / "center")[0]
+    exchanged = [(1, 10, 100.0), (2, 20, 300.0), (3, 21, None), (4, 15, 50.0)]
+    log(directory, 0, *((at, step, {"bytes_exchanged": n}) for at, step, n in exchanged))
+    at = START + np.array([0.0, 1.0, 2.5, 4.0])
+    timeline = Timeline(read_metrics(directory), plan)
+    np.testing.assert_array_equal(timeline.nbytes(at), 2 * np.array([0, 100, 300, 350]))
+
+
+def test_a_schedule_without_logged_bytes_has_no_axis_of_bytes(directory):
+    center(directory, ElasticAverage(period=Warmup(5, then=10), workers=2)).close()
+    log(directory, 0, *((k, k, {"loss": 1.0}) for k in range(3)))
+    assert len(figure(directory).axes) == 2
+
+
+def test_what_springline_adds_comes_last(directory):
+    for k in range(3):
+        line = {"distance": 0.1 * k, "outer_learning_rate": 0.7, "bytes_exchanged": k}
+        log(directory, 0, (k, k, line | {"speed": 1.0, "loss": 1.0}))
+    assert list(quantities(read_metrics(directory))) == ["loss", "speed", "distance"]
+    log(directory, 0, (4, 4, {"outer_learning_rate": 0.5}))
+    assert "outer_learning_rate" in quantities(read_metrics(directory))
+
+
+@pytest.mark.parametrize("rate", [0.7, lambda number: 1 / (1 + number)])
+def test_a_worker_logs_what_it_exchanged(directory, monkeypatch, rate):
+    monkeypatch.setenv("SPRINGLINE_RUN", str(directory))
+    rule = DiLoCo(period=2, outer=Nesterov(rate, 0.5))
+    with Worker({"w": np.ones(16, np.float32)}, rule, directory / "center") as worker:
+        for _ in range(4):
+            worker.parameters["w"] -= 0.5
+            worker.step()
+            springline.log(loss=1.0)
+    values = read_metrics(directory)[0].values
+    assert np.isfinite(values["distance"]).tolist() == [False, True, False, True]
+    assert values["bytes_exchanged"][[1, 3]].tolist() == [2 * 64, 4 * 64]
+    rates = [0.7, 0.7] if rate == 0.7 else [1.0, 0.5]
+    assert values["outer_learning_rate"][[1, 3]].tolist() == rates

@@ -9,11 +9,13 @@ import pytest
 from made import START, center, count, launch, launcher_alive, log
 from rich.console import Console
 
-from springline import AGN
+from springline import AGN, AsyncDiLoCo, DiLoCo, ElasticAverage, SlowMo
 from springline.monitor import screen as module
 from springline.monitor.screen import Screen, seconds_left
 from springline.monitor.status import Status, WorkerStatus
+from springline.monitor.words import rule_in_words
 from springline.rules import SGD
+from springline.schedule import Warmup
 
 
 def terminal(width=100, height=40):
@@ -158,7 +160,8 @@ def test_large_numbers_are_whole_or_not_there(directory, width):
     head, rule, *rows = plain.file.getvalue().splitlines()
     names = head.split()
     values = ["1000", "98,765,432", "1,234,567.8", "1.5000", "98,765,432", "123,456.7", "12"]
-    cells = dict(zip(module._COLUMNS, [*values, "running"], strict=True))
+    shown = [name for name in module._COLUMNS if name != "distance"]  # nobody knows it
+    cells = dict(zip(shown, [*values, "running"], strict=True))
     assert rows[2].replace("●", "").split() == [cells[name] for name in names]
     assert {"worker", "step", "state"} <= set(names)
     assert len(names) == {40: 3, 60: 5, 80: 6, 100: 8, 120: 8}[width]
@@ -318,3 +321,40 @@ def test_seconds_left():
     assert seconds_left(status(fast, WorkerStatus(1, "running", 50, 0.0)), 100) is None
     assert seconds_left(status(WorkerStatus(0, "starting")), 100) is None
     assert seconds_left(status(WorkerStatus(0, "running", 120, 5.0)), 100) == 0
+
+
+def test_distance_and_outer_learning_rate_where_they_are_logged(run):
+    of_exchange = {"distance": 0.0123456, "outer_learning_rate": 0.7, "bytes_exchanged": 2048}
+    log(run, 0, (60, 1190, of_exchange | {"loss": 0.5}))
+    log(run, 1, (74, 905, of_exchange | {"outer_learning_rate": 0.35}), (75, 906, {"loss": 1.0}))
+    lines = show(run)
+    head, _, *rows = [line.split() for line in lines[3:8]]
+    at = head.index("distance")
+    assert [row[at] for row in rows] == ["0.012", "0.012", "-"]
+    assert lines[-1].endswith("430.1 kB exchanged  ·  outer learning rate 0.35")  # the latest
+    console, out = pipe()
+    with Screen(run, console, live=False):
+        pass
+    assert "  distance 0.012  outer learning rate 0.35  " in out.getvalue().decode()
+    assert "distance" not in " ".join(show(run, width=50)[3:8])
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        (DiLoCo(period=20, workers=2, fragments=4), "DiLoCo, τ = 20, 4 fragments, outer nesterov"),
+        (DiLoCo(period=20, delay=3), "DiLoCo, τ = 20, delay 3, outer nesterov"),
+        (AsyncDiLoCo(period=20), "asynchronous DiLoCo, τ = 20, outer delayed nesterov"),
+        (SlowMo(period=Warmup(3, then=12)), "SlowMo, τ = 1 to 12 (Warmup), outer slow momentum"),
+        (
+            ElasticAverage(period=lambda step: 5, moving_rate=0.5, fragments=[["w"], ["b"]]),
+            "elastic averaging, τ = 6 to 6 (schedule), 2 fragments, α = 0.5",
+        ),
+    ],
+)
+def test_rules_in_words(rule, words):
+    assert rule_in_words(rule.settings()) == words
+
+
+def test_a_period_that_only_its_file_knows():
+    assert rule_in_words({"rule": "own", "period": "anything"}) == "own, τ by anything"

@@ -4,16 +4,18 @@ import math
 import os
 from functools import partial
 
+import numpy as np
 import pytest
 from made import MODEL, NBYTES, START, center, count, launch, launcher_alive, log, read_status
 
-from springline import AGN, ElasticAverage, ModelAverage, SharedCenter, Worker
+from springline import AGN, AsyncDiLoCo, ElasticAverage, ModelAverage, SharedCenter, Worker
 from springline.center import CenterError, Layout
 from springline.center.plan import Plan
 from springline.launch_state import CenterStatus
 from springline.monitor.sources import find_plan
 from springline.monitor.status import NotARunError, StatusReader, WorkerStatus
 from springline.rules import SGD
+from springline.schedule import Warmup
 
 
 @pytest.fixture
@@ -343,3 +345,40 @@ def test_a_center_on_a_cluster_is_what_its_launcher_wrote_down(tmp_path):
     assert status.over
     assert [w.state for w in status.workers] == ["left", "left"]
     assert status.version == 7
+
+
+def test_an_exchange_of_fragments_counts_their_bytes(directory):
+    model = {"v": np.zeros(1024, np.float32), "w": np.zeros(1024, np.float32)}
+    rule = AsyncDiLoCo(period=4, fragments=2)
+    with Worker(model, rule, directory / "center") as worker:
+        for _ in range(8):
+            worker.step()
+        status = read_status(directory)
+        assert (status.version, status.workers[0].exchanges) == (4, 4)
+        assert status.bytes_exchanged == worker.bytes_exchanged == 2 * 2 * 2 * 4096
+
+
+@pytest.mark.parametrize("rounds", [True, False])
+def test_exchanges_before_a_checkpoint_under_a_schedule(directory, reader, rounds):
+    kind = ModelAverage if rounds else ElasticAverage
+    rule = kind(period=Warmup(5, then=10), workers=2)
+    shared = center(directory, rule)
+    for rank, (steps, exchanges) in enumerate([(35, 8), (15, 6)]):
+        count(shared, rank, steps=steps, exchanges=exchanges, seconds=0.8)
+    if rounds:
+        shared.memory.head[0] = shared.memory.reduced[:] = 8
+    assert [w.exchanges for w in reader.read().workers] == [8, 6]
+    shared.retire()
+    status = read_status(directory)
+    assert [w.exchanges for w in status.workers] == ([8, 8] if rounds else [10, 4])
+    assert status.bytes_exchanged == 2 * NBYTES * (16 if rounds else 14)
+
+
+def test_exchanges_before_a_checkpoint_with_fragments(directory):
+    rule = ElasticAverage(period=10, workers=1, fragments=[["v"], ["w"]])
+    model = {"v": np.zeros(16, np.float32), "w": np.zeros(16, np.float32)}
+    with Worker(model, rule, directory / "center") as worker:
+        for _ in range(30):
+            worker.step()
+    worker.center.retire()
+    assert read_status(directory).workers[0].exchanges == 6

@@ -40,6 +40,16 @@ def test_elastic_one_worker():
     close(twin.c, v0=2, v1=3)
 
 
+def test_the_penalty_is_of_all_variables():
+    """`½ρ(x − c̃)²` of one without a gradient, too; without a penalty it stays where it is."""
+    for rho, expected in (0.5, 3 - 0.1 * 0.5 * (3 - 1)), (0.0, 3.0):
+        rule = ElasticAverage(period=9, moving_rate=0.5, workers=1, rho=rho)
+        twin = Twin(rule, variables(v0=0, idle=1), SGD(0.1), lambda *_: {"v0": np.float32(0)})
+        twin.workers[0].x["idle"][...] = 3
+        next(twin.run([0]))
+        close(twin.workers[0].x, v0=0, idle=expected)
+
+
 @pytest.mark.parametrize("shape", [(), (2, 4)])
 def test_elastic_two_workers(shape):
     rule = ElasticAverage(period=1, moving_rate=0.5, workers=2)

@@ -5,7 +5,17 @@ from functools import partial
 
 import pytest
 
-from springline.rules import AGN, SGD, Adagrad, Adam, ElasticAverage, ModelAverage, Momentum
+from springline.rules import (
+    AGN,
+    SGD,
+    Adagrad,
+    Adam,
+    DelayedNesterov,
+    ElasticAverage,
+    ModelAverage,
+    Momentum,
+    Nesterov,
+)
 
 RULES = [ElasticAverage, ModelAverage, partial(AGN, outer=SGD(0.1))]
 
@@ -74,3 +84,10 @@ def test_settings_are_what_workers_must_agree_on():
     assert ModelAverage(period=3).settings() == {"rule": "average", "period": 3, "workers": 1}
     outer = AGN(outer=Momentum(0.5, momentum=0.8)).settings()["outer"]
     assert outer == {"kind": "momentum", "momentum": 0.8}
+
+
+@pytest.mark.parametrize("kind", [SGD, Momentum, Nesterov, Adagrad, Adam, DelayedNesterov])
+def test_an_outer_optimizer_asks_for_its_learning_rate(kind):
+    """A rate of 0, in silence, would take every step of the workers back."""
+    with pytest.raises(TypeError, match="learning_rate"):
+        kind()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from own_rules import MeanOfPseudoGradients
-from springline import Worker, outer
+from springline import SettingsError, Worker, outer
 from springline.torch import AGNOptimizer
 from springline.torch.outer import TorchOuter
 
@@ -139,3 +139,26 @@ def test_rates_of_their_own_hold_in_rounds_too():
     worker.step()
     for name, c in worker.center.values().items():
         np.testing.assert_array_equal(c, -rates[name])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [outer.SGD, lambda lr: lambda ps: torch.optim.SGD(ps, lr=lr)],
+    ids=["numpy", "torch"],
+)
+def test_a_center_refuses_another_outer_learning_rate(make):
+    """It is the outer optimizer's own; by default the wrapped one's travels with the messages."""
+    net = model()
+
+    def rule(given, lr=0.1):
+        inner = torch.optim.SGD(net.parameters(), lr=lr)
+        opt = AGNOptimizer(inner, model=net, outer=given)
+        return opt.worker.rule, opt.worker.center
+
+    _, center = rule(make(0.5))
+    center.check_join(0, rule(make(0.5), lr=0.3)[0], None)
+    with pytest.raises(SettingsError, match=r"'learning_rate': 0.5.*'learning_rate': 0.25"):
+        center.check_join(0, rule(make(0.25))[0], None)
+    with pytest.raises(SettingsError, match=r"outer=.*'learning_rate': 0.5.*outer=\{"):
+        center.check_join(0, rule(None)[0], None)
+    rule(None, lr=0.1)[1].check_join(0, rule(None, lr=0.3)[0], None)

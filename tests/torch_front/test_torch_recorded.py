@@ -1,30 +1,27 @@
-"""What TensorFlow 1.15.5 did, step by step, through the torch optimizers on a shared center."""
+"""What TensorFlow 1.15.5 and torchft did, step by step, through the torch optimizers."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch_torchft import Model
 from torch_training import wrap
 
-from recorded import DATA, RECORDED, rows, rule_of, schedule_of, start, twin_of
+from marks import slow
+from recorded import DATA, RECORDED, TORCHFT, adoptions, rows, rule_of, schedule_of, twin_of
 
+ALL_AT_ONCE = "streaming-2-delay-1-mixing-half"  # fragments, a delay and mixing
 INNERS = {
     "sgd": lambda p, lr: torch.optim.SGD(p, lr=lr),
     "momentum": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9),
     "adagrad": lambda p, lr: torch.optim.Adagrad(p, lr=lr, initial_accumulator_value=0.1),
     "adam": lambda p, lr: torch.optim.Adam(p, lr=lr),
 }
-
-
-class Model(torch.nn.Module):
-    """`y = x·w + b`, as it was recorded."""
-
-    def __init__(self):
-        super().__init__()
-        for name, value in start().items():
-            setattr(self, name, torch.nn.Parameter(torch.from_numpy(value)))
-
-    def forward(self, x):
-        return x @ self.w + self.b
 
 
 def make(name, directory):
@@ -67,3 +64,26 @@ def test_recorded(name, directory, team, together):
             opt, rank = opts[entry["worker"]], entry["worker"]
             compare(opt, entry["local"], entry["center"], entry["global_step"])
             compare(opt, twin.workers[rank].x, twin.c, twin.global_step)
+
+
+@pytest.mark.parametrize("name", [ALL_AT_ONCE, *slow(*sorted(set(TORCHFT) - {ALL_AT_ONCE}))])
+def test_what_torchft_recorded(name, tmp_path):
+    """With torch's optimizers inside and outside, in a run of two processes."""
+    script = Path(__file__).with_name("torch_torchft.py")
+    command = [sys.executable, "-m", "springline.cli", "run", "--workers", "2", "--no-live"]
+    done = subprocess.run(
+        [*command, "--run", tmp_path / "run", script, name, tmp_path],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    for k, row in enumerate(TORCHFT[name]["rows"]):
+        for (x, _), right in zip((mine[k] for mine in found), row, strict=False):
+            for key, value in x.items():
+                np.testing.assert_allclose(value, right[key], rtol=0, atol=2e-5)
+        if k in adoptions(name):
+            for key, c in found[0][k][1].items():
+                np.testing.assert_allclose(c, row[2][key], rtol=0, atol=2e-5)

@@ -44,12 +44,18 @@ OPTIMIZERS = {
     "ElasticAverageOptimizer": {"period": 3},
     "ModelAverageOptimizer": {"period": 3},
     "AGNOptimizer": {"period": 3},
+    "DiLoCoOptimizer": {"period": 4, "fragments": 2, "delay": 1},
+    "AsyncDiLoCoOptimizer": {"period": 3, "dynamic_steps": True},
+    "SlowMoOptimizer": {"period": 3},
 }
 
 
 @pytest.mark.parametrize(
     "optimizer",
-    ["ElasticAverageOptimizer", *slow("ModelAverageOptimizer", "AGNOptimizer")],
+    [
+        *("ElasticAverageOptimizer", "DiLoCoOptimizer"),
+        *slow("ModelAverageOptimizer", "AGNOptimizer", "AsyncDiLoCoOptimizer", "SlowMoOptimizer"),
+    ],
 )
 def test_the_runs_center_loads_strictly(optimizer, tmp_path):
     script = tmp_path / "train.py"

@@ -5,6 +5,8 @@ import torch
 from torch import nn
 from torch_training import RULES, center, near, same, weights, wrap
 
+import penalty
+
 INNERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -33,7 +35,7 @@ def step(model, opt, k):
 
 
 @pytest.mark.parametrize("inner", INNERS)
-@pytest.mark.parametrize("rule", ["elastic", "average"])
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "agn"])
 def test_plain_training_until_the_exchange(rule, inner):
     plain, model = embedding(), embedding()
     plain_opt, opt = INNERS[inner](plain.parameters()), INNERS[inner](model.parameters())
@@ -74,8 +76,8 @@ def test_agn(inner):
 
 
 @pytest.mark.parametrize("inner", INNERS)
-def test_the_penalty_pulls_the_rows_that_were_used(inner):
-    """`g + ρ(x − c̃)` on the gradient's rows; the gradient stays sparse."""
+def test_the_penalty_pulls_all_rows(inner):
+    """`g + ρ(x − c̃)`, for the loss gains that of the whole parameter; it stays sparse."""
     model = embedding()
     opt = wrap("elastic", INNERS[inner](model.parameters()), 9, model=model, rho=0.5)
     first = weights(model)["weight"]
@@ -87,8 +89,7 @@ def test_the_penalty_pulls_the_rows_that_were_used(inner):
     g = model.weight.grad.to_dense()
     opt.step()
     assert model.weight.grad.is_sparse
-    expected = torch.zeros(7, 3)
-    expected[[2, 3]] = g[[2, 3]] + 0.5 * (x - first)[[2, 3]]
+    expected = g + 0.5 * (x - first)
     torch.testing.assert_close(model.weight.grad.to_dense(), expected)
     assert not torch.equal(x[2], first[2])
 
@@ -104,3 +105,34 @@ def test_other_dtypes(rule, dtype):
     assert opt.worker.center.version == 2
     assert model.weight.dtype == dtype
     assert not torch.equal(weights(model)["weight"], embedding(dtype).weight.detach())
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize("inner", penalty.INNERS)
+def test_the_penalty_is_that_of_the_twin(inner, sparse):
+    """Of all rows, and of a parameter that has no gradient."""
+    makers = INNERS | {
+        "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.1, eps=0)
+    }
+    model = nn.Module()
+    model.table = nn.Parameter(torch.tensor(penalty.START["table"]))
+    model.idle = nn.Parameter(torch.tensor(penalty.START["idle"]))
+    opt = wrap(
+        "elastic",
+        makers[inner](model.parameters()),
+        penalty.PERIOD,
+        model=model,
+        rho=penalty.RHO,
+        moving_rate=penalty.ALPHA,
+    )
+    for k, (x, c) in enumerate(penalty.twin_rows(inner)):
+        opt.zero_grad()
+        rows = nn.functional.embedding(torch.tensor(penalty.ROWS[k]), model.table, sparse=sparse)
+        rows.square().sum().backward()
+        opt.step()
+        assert model.table.grad.is_sparse == sparse
+        near(weights(model), {name: torch.from_numpy(value) for name, value in x.items()})
+        near(center(opt), {name: torch.from_numpy(value) for name, value in c.items()})
+        if k == 0:
+            with torch.no_grad():
+                model.idle.fill_(3)

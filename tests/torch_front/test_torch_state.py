@@ -38,7 +38,8 @@ def resumed(tmp_path_factory):
 def test_a_new_process_goes_on_to_the_bit(case, resumed):
     went_on, loaded = resumed[case]
     same(loaded, went_on)
-    assert went_on["counts"].tolist() == [11, 0, 3]
+    rounds = 4 if "delay" in case else 3
+    assert went_on["counts"].tolist() == [11, 0, rounds]
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -176,3 +177,16 @@ def test_in_a_run_only_the_inner_optimizers_state_is_loaded(rule, directory, tea
     mine = second.state_dict()["springline"]
     for key in {"a", "copy"} & set(own):
         same(mine[key], own[key])
+
+
+@pytest.mark.parametrize("other", [{"delay": 1}, {"delay": 0}, {"delay": 0, "overlap": True}])
+def test_a_message_under_way_needs_the_delay_it_was_sent_with(other):
+    """The center has it, but the worker has not adopted it: it would send it again."""
+    model, again = network(), network()
+    opt = wrap("diloco", torch.optim.SGD(model.parameters(), 0.1), 4, model=model, delay=2)
+    train(model, opt, range(3))
+    loaded = wrap("diloco", torch.optim.SGD(again.parameters(), 0.1), 4, model=again, **other)
+    with pytest.raises(SettingsError, match=r"saved with delay=2.* has delay="):
+        loaded.load_state_dict(opt.state_dict())
+    train(model, opt, [3])
+    loaded.load_state_dict(opt.state_dict())  # nothing is under way any more

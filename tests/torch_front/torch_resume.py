@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch_training import INNERS, center, loss_of, weights, wrap
 
+from springline import outer
+
 CASES = {
     "elastic": ("elastic", "adam", {}),
     "elastic with a penalty": ("elastic", "momentum", {"rho": 0.5, "moving_rate": 0.3}),
@@ -17,6 +19,20 @@ CASES = {
     "elastic, overlapping": ("elastic", "adam", {"overlap": True, "rho": 0.1}),
     "average, overlapping": ("average", "momentum", {"overlap": True}),
     "agn, overlapping": ("agn", "adam", {"overlap": True}),
+    "diloco": ("diloco", "adamw", {}),
+    "diloco, overlapping": ("diloco", "adamw", {"overlap": True}),
+    "diloco, in a delay": ("diloco", "adam", {"delay": 2, "mixing": 0.25}),
+    "diloco with adam outside": (
+        "diloco",
+        "sgd",
+        {"outer": lambda ps: torch.optim.Adam(ps, lr=0.05)},
+    ),
+    "diloco, block momentum": ("diloco", "sgd", {"outer": outer.BlockMomentum(0.9, 0.5)}),
+    "diloco, a schedule": ("diloco", "sgd", {"period": lambda step: 3 if step < 6 else 4}),
+    "async diloco": ("async_diloco", "adam", {}),
+    "async diloco, in a delay": ("async_diloco", "momentum", {"delay": 2}),
+    "slowmo": ("slowmo", "momentum", {}),
+    "slowmo, overlapping": ("slowmo", "sgd", {"overlap": True}),
 }
 
 
@@ -25,7 +41,7 @@ def make(case):
     rule, inner, options = CASES[case]
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 2))
-    opt = wrap(rule, INNERS[inner](model.parameters()), 3, model=model, **options)
+    opt = wrap(rule, INNERS[inner](model.parameters()), **{"period": 3} | options, model=model)
     return model, opt, torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
 
 
@@ -53,8 +69,8 @@ def load(path, model, opt, scheduler):
 
 def result(model, opt):
     """All that a trajectory is compared by."""
+    outer = opt.state_dict()["springline"]["center"]["outer"]  # waits for what is under way
     counts = opt.worker.local_step, opt.worker.start_step, opt.worker.center.version
-    outer = opt.state_dict()["springline"]["center"]["outer"]
     flat = {f"{name}/{key}": t for name, state in outer.items() for key, t in state.items()}
     return {
         "counts": torch.tensor(counts),

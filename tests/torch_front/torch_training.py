@@ -1,16 +1,26 @@
-"""A small model, its data, and the three optimizers by the name of their rule."""
+"""A small model, its data, and the optimizers by the name of their rule."""
 
 import os
 
 import torch
 from torch import nn
 
-from springline.torch import AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer
+from springline.torch import (
+    AGNOptimizer,
+    AsyncDiLoCoOptimizer,
+    DiLoCoOptimizer,
+    ElasticAverageOptimizer,
+    ModelAverageOptimizer,
+    SlowMoOptimizer,
+)
 
 OPTIMIZERS = {
-    "elastic": (ElasticAverageOptimizer, "period"),
-    "average": (ModelAverageOptimizer, "period"),
-    "agn": (AGNOptimizer, "period"),
+    "elastic": ElasticAverageOptimizer,
+    "average": ModelAverageOptimizer,
+    "agn": AGNOptimizer,
+    "diloco": DiLoCoOptimizer,
+    "async_diloco": AsyncDiLoCoOptimizer,
+    "slowmo": SlowMoOptimizer,
 }
 RULES = sorted(OPTIMIZERS)
 INNERS = {
@@ -35,8 +45,7 @@ def wrap(rule, inner, period=3, **options):
     one = os.environ.get("SPRINGLINE_WORKERS", os.environ.get("WORLD_SIZE", "1")) == "1"
     if rule == "elastic" and one and "center" not in options:
         options.setdefault("moving_rate", 0.9)
-    kind, argument = OPTIMIZERS[rule]
-    return kind(inner, **{argument: period}, **options)
+    return OPTIMIZERS[rule](inner, period=period, **options)
 
 
 def network(dtype=torch.float32):

@@ -2,7 +2,7 @@
 
 from springline.center.center import Center, Local, Member, Progress
 from springline.center.layout import Layout
-from springline.center.local import LocalCenter
+from springline.center.memory import LocalCenter
 from springline.center.shared import SharedCenter
 from springline.errors import (
     CenterError,

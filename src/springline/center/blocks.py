@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from springline.center.distance import Distance
 from springline.center.layout import BLOCK, ByteRange, Bytes, Layout, aligned, aligned_zeros
 from springline.center.plan import Plan
 from springline.errors import AFTER_NAN, NonFiniteError
@@ -21,6 +23,8 @@ Array = NDArray[Any]
 State = Mapping[int, Mapping[str, Array]]  # by parameter and key
 ERRORS: Mapping[str, Any] = {"over": "raise", "invalid": "raise", "divide": "raise"}
 _NONE: Array = np.empty(0)
+NO_RATE = -1.0  # where none goes with a message
+_MEASURED = 16  # about how many blocks a worker's distance from the center is taken from
 
 
 @dataclass(slots=True)
@@ -31,6 +35,7 @@ class Block:
     rule: Rule
     outer: Outer
     name: str  # the parameter, where a block belongs to one
+    measured: bool  # whether it is one of those that a worker's distance is taken from
     now: Point  # views of the center's memory
     then: Point  # scratch for the point after a step
     work: Array  # more scratch
@@ -41,6 +46,13 @@ class Block:
         entry = self.range.entry
         return entry is None or not self.rule.accumulates or bool(seen[entry])
 
+    def sent(self, rates: NDArray[np.float64] | None) -> float | None:
+        """Return the learning rate that came with a message, if any."""
+        entry = self.range.entry
+        if rates is None or entry is None or rates[entry] < 0:
+            return None
+        return float(rates[entry])
+
 
 @dataclass(slots=True)
 class Side:
@@ -50,6 +62,7 @@ class Side:
     out: Array  # room for a message
     a: Array
     base: Array
+    distance: Distance
 
 
 class RefusedError(ArithmeticError):
@@ -102,7 +115,7 @@ def step(
     block: Block,
     messages: Sequence[Array],
     exchange: Exchange,
-    rate: float | None = None,
+    rates: NDArray[np.float64] | None = None,
     count: int | None = None,
 ) -> None:
     """Reduce messages and take the outer step; into `then`, for `commit`, unless it is direct.
@@ -111,7 +124,7 @@ def step(
         block: the center's side.
         messages: of a round, in rank order; or one.
         exchange: which; it learns what is the block's own.
-        rate: the learning rate that came with the message; by default the outer optimizer's own.
+        rates: per entry of the layout, the learning rates that came with the message.
         count: of how many messages the one given is the mean already.
 
     Raises:
@@ -119,7 +132,9 @@ def step(
     """
     exchange.name = block.name
     exchange.count = count or len(messages)
-    exchange.rate = block.outer.rate(block.name) if rate is None else rate
+    exchange.sent = block.sent(rates)
+    own = block.outer.rate(block.name, exchange.number)
+    exchange.rate = own if exchange.sent is None else exchange.sent
     weight = block.rule.weight(exchange)
     into = block.now if block.direct else block.then
     try:
@@ -131,6 +146,13 @@ def step(
         raise RefusedError(block.range, into.c) from error
 
 
+def mean_rates(sent: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+    """Return the mean of the learning rates that came with a round's messages, if all have one."""
+    mean: NDArray[np.float64] = np.mean(sent, axis=0)
+    mean[np.min(sent, axis=0) < 0] = NO_RATE
+    return mean
+
+
 def adopted(block: Block, stepped: bool, out: Array) -> Array:
     """Return the `c` that a worker adopts, before `commit`.
 
@@ -139,10 +161,20 @@ def adopted(block: Block, stepped: bool, out: Array) -> Array:
         stepped: whether `step` was called; not if there was nothing to contribute.
         out: room for it.
     """
-    if block.rule.adopts_seen:
-        return block.now.c
-    aside = stepped and not block.direct
+    aside = stepped and not block.direct and not block.rule.adopts_seen
     return block.outer.publish(block.then if aside else block.now, out)
+
+
+def adopt(block: Block, side: Side, c: Array) -> None:
+    """Let a worker adopt what `adopted` returned."""
+    measure(block, side, c)
+    block.rule.adopt(side.x, side.base, c, block.work)
+
+
+def measure(block: Block, side: Side, c: Array) -> None:
+    """Take a worker's distance from the center, of some blocks, before it adopts them."""
+    if block.measured:
+        side.distance.add(side.x, c, block.work)
 
 
 def commit(block: Block) -> None:
@@ -197,28 +229,39 @@ class Blocks:
         in_place = {k: r.outer.replaces and not r.adopts_seen for k, r in rules.items()}
         work = aligned_zeros(self._longest)
         if scratch is None:
-            room = aligned_zeros(max((plan.room(r) for s in ranges for r in s), default=0))
-            scratch = lambda _: room  # noqa: E731
+            shared = aligned_zeros(max((plan.room(r) for s in ranges for r in s), default=0))
+
+        apart = max(1, plan.layout.nbytes // BLOCK // _MEASURED)
+
+        number = itertools.count()
 
         def block(k: int, range_: ByteRange) -> Block:
             now = point(plan, range_, self.view(range_, center), state)
             name = "" if range_.entry is None else plan.layout.entries[range_.entry].name
             kind = range_.kind
-            then = like(now, scratch(k))
+            measured = kind == "parameter" and next(number) % apart == 0
+            then = like(now, scratch(k) if scratch else shared)
             room, direct = self._room(range_, work), in_place[kind]
-            return Block(range_, rules[kind], outers[kind], name, now, then, room, direct)
+            of = rules[kind], outers[kind], name, measured
+            return Block(range_, *of, now, then, room, direct)
 
         self.shards = [[block(k, range_) for range_ in shard] for k, shard in enumerate(ranges)]
 
     def view(self, range_: ByteRange, buffer: Bytes) -> Array:
         """Return a block's elements in a buffer like the center's: flat, or in their own shape."""
-        return self._shaped(range_, buffer[range_.start - self._base : range_.stop - self._base])
+        part = buffer[range_.start - self._base : range_.stop - self._base]
+        return shaped(self._plan, range_, part)
 
     def bind(
-        self, x: Bytes, a: Bytes | None = None, base: Bytes | None = None, out: Bytes | None = None
+        self,
+        x: Bytes,
+        a: Bytes | None = None,
+        base: Bytes | None = None,
+        out: Bytes | None = None,
+        distance: Distance | None = None,
     ) -> list[list[Side]]:
         """Lay a worker's buffers beside the blocks; messages are made in `out`, or in scratch."""
-        scratch = aligned_zeros(self._longest)
+        scratch, distance = aligned_zeros(self._longest), distance or Distance()
 
         def side(range_: ByteRange) -> Side:
             return Side(
@@ -226,15 +269,19 @@ class Blocks:
                 self._room(range_, scratch) if out is None else self.view(range_, out),
                 _NONE if a is None else self.view(range_, a),
                 _NONE if base is None else self.view(range_, base),
+                distance,
             )
 
         return [[side(block.range) for block in shard] for shard in self.shards]
 
-    def _room(self, range_: ByteRange, room: Bytes) -> Array:
-        return self._shaped(range_, room[: range_.nbytes])
+    def publish(self, shard: int, out: Bytes) -> None:
+        """Write what workers are given for a shard into a buffer like the center's."""
+        for block in self.shards[shard]:
+            into = self.view(block.range, out)
+            np.copyto(into, block.outer.publish(block.now, into))
 
-    def _shaped(self, range_: ByteRange, part: Bytes) -> Array:
-        return shaped(self._plan, range_, part)
+    def _room(self, range_: ByteRange, room: Bytes) -> Array:
+        return shaped(self._plan, range_, room[: range_.nbytes])
 
 
 def shaped(plan: Plan, range_: ByteRange, part: Bytes) -> Array:

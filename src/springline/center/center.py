@@ -7,6 +7,7 @@ suite in `tests/contracts/` for what it declares it can do.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,9 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from springline import checks
+from springline.center.blocks import NO_RATE
+from springline.center.distance import Distance
 from springline.center.layout import Bytes, Layout, aligned_zeros
 from springline.center.plan import Plan
-from springline.errors import LayoutError, NonFiniteError, RankError, SettingsError
+from springline.errors import CenterError, LayoutError, NonFiniteError, RankError, SettingsError
 from springline.rules.rule import Rule
 
 _Self = TypeVar("_Self", bound="Center")
@@ -37,10 +40,12 @@ class Local:
         x: the worker's parameters and buffers.
         a: its accumulated gradient, if the rule has one.
         base: `c̃`, if the rule keeps it.
-        gradients: how many gradients `a` holds.
+        gradients: how many gradients `a` holds, per fragment.
         seen: per entry, whether `a` holds a gradient for it; where not, its part of `a` is void.
-        rates: per entry, the learning rate that travels with the message.
+        rates: per entry, the learning rate that goes with a message; `NO_RATE` for none.
         steps: local steps of the worker's rank, across restarts.
+        speed: local steps per second since the last exchange, if the rule asks.
+        distance: how far it is from the center, `‖x − c‖/‖c‖`, at an exchange.
     """
 
     def __init__(
@@ -50,15 +55,22 @@ class Local:
         self.x: Bytes = allocate(layout.nbytes)
         self.a: Bytes | None = allocate(layout.nbytes) if rule.accumulates else None
         self.base: Bytes | None = allocate(layout.nbytes) if rule.keeps_base else None
-        self.gradients = 0
+        self._fragments = np.array([e.fragment for e in layout.entries])
+        self.gradients: NDArray[np.int64] = np.zeros(layout.fragments, np.int64)
         self.seen: NDArray[np.bool_] = np.zeros(len(layout.entries), bool)
-        self.rates: NDArray[np.float64] = np.full(len(layout.entries), rule.outer.learning_rate)
+        self.rates: NDArray[np.float64] = np.full(len(layout.entries), NO_RATE)
         self.steps = 0
+        self.speed = 0.0
+        self.distance = Distance()
 
-    def forget_gradients(self) -> None:
-        """`a ← 0`, without touching its memory."""
-        self.gradients = 0
-        self.seen[:] = False
+    def forget_gradients(self, fragment: int | None = None) -> None:
+        """`a ← 0`, of one fragment or of all, without touching its memory."""
+        if fragment is None:
+            self.gradients[:] = 0
+            self.seen[:] = False
+        else:
+            self.gradients[fragment] = 0
+            self.seen[self._fragments == fragment] = False
 
 
 @dataclass(frozen=True)
@@ -77,14 +89,34 @@ class Member(ABC):
     start_step: int  # how far this rank had come when it joined; 0 in a new run
     was_sealed: bool  # whether the center was sealed when it joined
 
+    @property
     @abstractmethod
-    def exchange(self, local: Local) -> None:
-        """Exchange with the center: contribute, reduce, step, adopt.
+    def number(self) -> int:
+        """The number of this worker's next exchange: in rounds the center's, else its rank's."""
+
+    def fastest(self) -> float:
+        """Return the steps per second of the fastest live worker; 0 if that is not known."""
+        return 0.0
+
+    @abstractmethod
+    def exchange(self, local: Local) -> bool:
+        """Exchange the next fragment with the center: contribute, reduce, step, adopt.
+
+        Returns:
+            False if nothing was exchanged, since this worker has missed a round: what it holds is
+            not measured from the center any more. It is to `take` the center.
 
         Raises:
             NonFiniteError: `local` holds NaN or Inf. The block that does was not applied, the
                 accumulated gradient is cleared, and nobody waits for this worker.
             RoundTimeoutError: others did not come in time (synchronous rules).
+        """
+
+    @abstractmethod
+    def take(self, out: Bytes) -> None:
+        """Copy what a worker goes on from: `c`, or what the outer optimizer publishes for it.
+
+        What it contributes to a round is measured from there.
         """
 
     @abstractmethod
@@ -121,6 +153,8 @@ class Center(ABC):
     """The shared parameters."""
 
     plan: Plan
+    process: int  # that has opened it
+    closed = False
 
     @property
     def layout(self) -> Layout:
@@ -175,6 +209,16 @@ class Center(ABC):
     @abstractmethod
     def close(self) -> None:
         """Leave, with all members, and let go of the center in this process."""
+
+    def check_process(self) -> None:
+        """Refuse to be used when closed, or in a forked child, which holds no locks and calls."""
+        if self.closed:
+            raise CenterError("This center is closed. Open it again.")
+        if os.getpid() != self.process:
+            raise CenterError(
+                f"This center was opened in process {self.process} and is used in its child "
+                f"{os.getpid()}. Open it again in the child."
+            )
 
     def check_layout(self, layout: Layout) -> None:
         """Refuse a model that differs from the center's; name the first difference."""

@@ -2,7 +2,7 @@
 
     center/NAME       the center
     outer/KEY/NAME    the outer optimizer's state
-    header            settings, version, steps of each rank
+    header            settings, the outer optimizer's kind, version, steps of each rank
 
 Tensors and JSON are in one file so that they cannot disagree: it is written under a temporary name,
 flushed and renamed, and the one before it is kept as `NAME-previous`.
@@ -28,7 +28,7 @@ from springline.errors import CheckpointError
 from springline.typed import Count, build
 
 _HEADER, _CENTER = "springline", "center/"
-_FORMAT = 2
+_FORMAT = 3
 _log = logging.getLogger("springline")
 _warned: set[str] = set()  # what this process has warned of
 
@@ -41,6 +41,7 @@ class Saved:
     version: Count
     steps: list[Count]
     settings: dict[str, Any]
+    outer: dict[str, Any]  # what defines the outer optimizer's state; see `Plan`
     layout: list[Any]
 
 
@@ -53,7 +54,7 @@ def write(
     path: Path, plan: Plan, center: Bytes, state: Bytes, version: int, steps: list[int]
 ) -> None:
     """Write a checkpoint and keep the one before it."""
-    saved = Saved(_FORMAT, version, steps, plan.settings, plan.layout.to_json())
+    saved = Saved(_FORMAT, version, steps, plan.settings, plan.outer, plan.layout.to_json())
     header = {_HEADER: json.dumps(asdict(saved))}
     try:  # a damaged one must not take the place of the good one before it
         good = newest(path, whole=False) == path  # whose data would be read before each checkpoint
@@ -138,6 +139,10 @@ def read(path: Path, plan: Plan, center: Bytes, state: Bytes) -> Saved:
                 wrong.append(f"{name}: shape {its.shape}, wanted {ours.shape}")
             elif its.dtype != ours.dtype:
                 wrong.append(f"{name}: dtype {its.dtype}, wanted {ours.dtype}")
+        if saved.outer and plan.outer:
+            keys = [*saved.outer, *(key for key in plan.outer if key not in saved.outer)]
+            pairs = [(key, saved.outer.get(key), plan.outer.get(key)) for key in keys]
+            wrong += [f"outer optimizer: {k}={a!r}, wanted {b!r}" for k, a, b in pairs if a != b]
         if wrong:
             raise CheckpointError(
                 f"{path} belongs to another model or rule: {'; '.join(wrong)}. "
@@ -185,10 +190,11 @@ def _header(path: Path, file: sealed.TensorFile) -> Saved:
     if _HEADER not in file.metadata:
         raise CheckpointError(f"{path} is a safetensors file but no checkpoint of a center.")
     header = json.loads(file.metadata[_HEADER])
-    if header["format"] != _FORMAT:
+    found = int(header["format"])
+    if found != _FORMAT:
+        advice = "Update springline." if found > _FORMAT else "Use the one that wrote it."
         raise CheckpointError(
-            f"{path} has format {header['format']}, this springline reads format {_FORMAT}. "
-            "Update springline."
+            f"{path} has format {found}, this springline reads format {_FORMAT}. {advice}"
         )
     saved = build(Saved, header)
     check_settings(saved.settings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from springline.errors import LayoutError
+from springline.rules.fragments import Fragments, fragment_of
 
 ALIGNMENT = 64
 SHARDS = 16
@@ -25,6 +26,7 @@ CENTER_DTYPE = {
     "float64": "float64",
 }
 Kind = Literal["parameter", "buffer"]
+Row = tuple[str, tuple[int, ...], str, Kind, int]  # name, shape, dtype, kind, fragment
 Bytes = NDArray[np.uint8]
 
 
@@ -48,6 +50,7 @@ class Entry:
     shape: tuple[int, ...]
     dtype: str  # the model's own
     kind: Kind
+    fragment: int
     offset: int  # bytes
 
     @property
@@ -74,6 +77,7 @@ class ByteRange:
     stop: int
     dtype: str
     kind: Kind
+    fragment: int
     entry: int | None = None  # the one entry it belongs to, where shards keep entries whole
 
     @property
@@ -90,8 +94,8 @@ class ByteRange:
 class Layout:
     """All tensors of a model, in the model's own order.
 
-    In the buffer they stand grouped, parameters before buffers and float64 before float32, each
-    aligned to 64 bytes, so that a group is contiguous.
+    In the buffer they stand grouped, fragment by fragment, parameters before buffers and float64
+    before float32, each aligned to 64 bytes, so that a fragment and a group are contiguous.
     """
 
     entries: tuple[Entry, ...]
@@ -99,7 +103,10 @@ class Layout:
 
     @classmethod
     def of(
-        cls, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None
+        cls,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor] | None = None,
+        fragments: Fragments = 1,
     ) -> Layout:
         """Lay out a model.
 
@@ -107,26 +114,31 @@ class Layout:
         >>> [(e.name, e.center_dtype, e.offset) for e in layout.entries], layout.nbytes
         ([('w', 'float32', 64), ('b', 'float64', 0)], 128)
         """
-        tensors: list[tuple[str, tuple[int, ...], str, Kind]] = [
+        rows = [
             *(_describe(name, t, "parameter") for name, t in parameters.items()),
             *(_describe(name, t, "buffer") for name, t in (buffers or {}).items()),
         ]
-        if not any(kind == "parameter" for *_, kind in tensors):
+        if not any(kind == "parameter" for *_, kind in rows):
             raise LayoutError("The model has no parameters. Received: an empty mapping.")
-        names = [name for name, *_ in tensors]
+        names = [name for name, *_ in rows]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise LayoutError(f"Two tensors are named {twice!r}. Every name must be used once.")
-        placed: dict[int, int] = {}
-        offset = 0
-        for kind, dtype in _GROUPS:
-            for index, tensor in enumerate(tensors):
-                if (tensor[3], CENTER_DTYPE[tensor[2]]) == (kind, dtype):
+        sizes = {name: _nbytes(shape, dtype) for name, shape, dtype, kind in rows}
+        fragment = fragment_of({name: sizes[name] for name in parameters}, fragments)
+        last = max(fragment.values())
+        return cls._place([(*row, fragment.get(row[0], last)) for row in rows])
+
+    @classmethod
+    def _place(cls, rows: Sequence[Row]) -> Layout:
+        """Give every tensor its place; buffers are in the last fragment."""
+        offset, placed = 0, dict[int, int]()
+        for group in _groups(rows):
+            for index, row in enumerate(rows):
+                if _group_of(row) == group:
                     placed[index] = offset
-                    size = math.prod(tensor[1]) * np.dtype(dtype).itemsize
-                    offset += aligned(size)
-        entries = tuple(Entry(*tensor, offset=placed[i]) for i, tensor in enumerate(tensors))
-        return cls(entries, offset)
+                    offset += aligned(_nbytes(row[1], row[2]))
+        return cls(tuple(Entry(*row, offset=placed[i]) for i, row in enumerate(rows)), offset)
 
     @cached_property
     def index(self) -> dict[str, int]:
@@ -154,12 +166,15 @@ class Layout:
             count: about how many, at most.
         """
         target = max(self.nbytes // count, BLOCK)
-        for kind, dtype in _GROUPS:
+        for of_group in _groups(self._rows):
             group = [
-                e for e in self.entries if (e.kind, e.center_dtype) == (kind, dtype) and e.nbytes
+                e
+                for e, row in zip(self.entries, self._rows, strict=True)
+                if _group_of(row) == of_group and e.nbytes
             ]
             if not group:
                 continue
+            fragment, kind, dtype = group[0].fragment, group[0].kind, group[0].center_dtype
             start, stop = group[0].offset, group[-1].offset + group[-1].nbytes
             if whole and kind == "parameter":
                 cuts = _cuts_between([e.offset for e in group[1:]], start, target)
@@ -168,7 +183,7 @@ class Layout:
                 size = -(-(stop - start) // pieces // ALIGNMENT) * ALIGNMENT
                 cuts = list(range(start + size, stop, size))
             for left, right in zip([start, *cuts], [*cuts, stop], strict=True):
-                yield ByteRange(left, right, dtype, kind)
+                yield ByteRange(left, right, dtype, kind, fragment)
 
     def blocks(self, shard: ByteRange, whole: bool, elementwise: bool) -> Iterator[ByteRange]:
         """Cut a shard into blocks that stay in cache.
@@ -180,7 +195,7 @@ class Layout:
         """
         if not (whole and shard.kind == "parameter"):
             for start in range(shard.start, shard.stop, BLOCK):
-                yield ByteRange(start, min(start + BLOCK, shard.stop), shard.dtype, shard.kind)
+                yield replace(shard, start=start, stop=min(start + BLOCK, shard.stop))
             return
         for index, e in enumerate(self.entries):
             if shard.start <= e.offset < shard.stop and e.kind == "parameter" and e.nbytes:
@@ -188,7 +203,7 @@ class Layout:
                 step = BLOCK if elementwise else e.nbytes
                 for at in range(e.offset, end, step):
                     stop = min(at + step, end)
-                    yield ByteRange(at, stop, shard.dtype, shard.kind, index)
+                    yield replace(shard, start=at, stop=stop, entry=index)
 
     def entry_at(self, offset: int) -> Entry:
         """Return the tensor that holds that byte."""
@@ -201,7 +216,7 @@ class Layout:
             entry = theirs.pop(mine.name, None)
             if entry is None:
                 return f"the center has {mine.kind} {mine.name!r}, the worker does not"
-            for what in ("kind", "shape", "center_dtype"):
+            for what in ("kind", "shape", "center_dtype"):  # fragments are a setting
                 ours, its = getattr(mine, what), getattr(entry, what)
                 if ours != its:
                     word = what.removeprefix("center_")
@@ -216,31 +231,60 @@ class Layout:
             return f"where the center has {mine.name!r}, the worker has {entry.name!r}"
         return None
 
+    @cached_property
+    def fragments(self) -> int:
+        """Into how many fragments the model is cut."""
+        return 1 + max(e.fragment for e in self.entries)
+
+    @cached_property
+    def fragment_bytes(self) -> tuple[slice, ...]:
+        """The part of the flat buffer that each fragment has."""
+        ends = [
+            max(e.offset + aligned(e.nbytes) for e in self.entries if e.fragment == fragment)
+            for fragment in range(self.fragments)
+        ]
+        return tuple(slice(a, b) for a, b in zip([0, *ends], ends, strict=False))
+
+    @cached_property
+    def _rows(self) -> list[Row]:
+        return [(e.name, e.shape, e.dtype, e.kind, e.fragment) for e in self.entries]
+
     def to_json(self) -> list[list[Any]]:
         """Return what `from_json` takes."""
-        return [[e.name, list(e.shape), e.dtype, e.kind] for e in self.entries]
+        return [[name, list(shape), *more] for name, shape, *more in self._rows]
 
     @classmethod
-    def from_json(cls, rows: Iterable[tuple[str, Sequence[int], str, Kind]]) -> Layout:
-        """Read what `to_json` wrote."""
-        tensors: dict[Kind, dict[str, Tensor]] = {"parameter": {}, "buffer": {}}
-        for name, shape, dtype, kind in rows:
-            tensors[kind][name] = _Spec(tuple(shape), dtype)
-        return cls.of(tensors["parameter"], tensors["buffer"])
+    def from_json(cls, rows: Iterable[tuple[str, Sequence[int], str, Kind, int]]) -> Layout:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        found: list[Row] = [(name, tuple(n), dtype, kind, f) for name, n, dtype, kind, f in rows]
+        names, last = {row[0] for row in found}, max((row[4] for row in found), default=0)
+        if len(names) < len(found) or any(row[2] not in CENTER_DTYPE for row in found):
+            raise ValueError("it has a tensor twice, or of an unknown dtype")
+        if {row[4] for row in found if row[3] == "parameter"} != set(range(last + 1)):
+            raise ValueError("it has a fragment without parameters")
+        if any(row[3] == "buffer" and row[4] != last for row in found):
+            raise ValueError("it has a buffer in the wrong fragment")
+        return cls._place(found)
 
 
-@dataclass(frozen=True)
-class _Spec:
-    shape: tuple[int, ...]
-    dtype: str
+def _group_of(row: Row) -> tuple[int, str, str]:
+    """Return what stands together: fragment, kind and dtype."""
+    return row[4], row[3], CENTER_DTYPE[row[2]]
 
 
-_GROUPS: tuple[tuple[Kind, str], ...] = (
-    ("parameter", "float64"),
-    ("parameter", "float32"),
-    ("buffer", "float64"),
-    ("buffer", "float32"),
-)
+def _groups(rows: Sequence[Row]) -> list[tuple[int, str, str]]:
+    """Return the groups in their order: parameters before buffers, float64 before float32."""
+    return sorted(
+        {_group_of(row) for row in rows}, key=lambda g: (g[0], g[1] == "buffer", g[2] == "float32")
+    )
+
+
+def _nbytes(shape: Sequence[int], dtype: str) -> int:
+    return math.prod(shape) * np.dtype(CENTER_DTYPE[dtype]).itemsize
 
 
 def aligned(nbytes: int) -> int:

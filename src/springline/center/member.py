@@ -1,4 +1,4 @@
-"""One worker's place at a center in memory: the exchange itself.
+"""A member of a center in memory: the exchange itself.
 
 All four verbs run in the worker, shard by shard under the shard's lock (or without it, as Hogwild),
 and block by block, so that a block is still in cache when it is stepped and adopted.
@@ -26,6 +26,7 @@ from springline.center.blocks import (
     adopted,
     commit,
     contribute,
+    measure,
     non_finite,
     step,
 )
@@ -41,8 +42,10 @@ from springline.center.plan import (
     JOINING,
     LAST,
     LEFT_OUT,
+    MILLIONTH,
     NANOSECONDS,
     SEALED,
+    SPEED,
     STARTED,
     STEPS,
 )
@@ -56,15 +59,15 @@ from springline.signals import deferred
 if TYPE_CHECKING:
     from springline.center.memory import MemoryCenter
 
-# Seconds that an exchange waits for parts which others have locked: if their holders are stopped,
-# if they do not seem to be (frozen, perhaps), and if it was left without them the last time.
+# Seconds that an exchange waits for shards that others have locked: if their holders are stopped,
+# if they appear to run, and if the last exchange left the same shards out.
 _STOPPED, _LONGEST, _AGAIN = 0.1, 10.0, 0.01
-_PAUSE, _LONGEST_PAUSE = 50e-6, 5e-3  # between two looks at them
+_PAUSE, _LONGEST_PAUSE = 50e-6, 5e-3  # between two attempts
 _log = logging.getLogger("springline")
 
 
 class MemoryMember(Member):
-    """One worker's place at a center in memory."""
+    """A member of a center in memory."""
 
     def __init__(
         self, center: MemoryCenter, rank: int, rule: Rule, timeout: float | None = None
@@ -80,11 +83,12 @@ class MemoryMember(Member):
         self.start_step = int(self.row[STEPS])
         self._turn = threading.RLock()  # a signal handler may leave while an exchange waits
         self._busy = False
-        self._locked: set[int] = set()  # parts that the last exchange was left without
+        self._locked: set[int] = set()  # shards that the last exchange left out
         self._warned_at = 0.0
         self.left = False
         self._bound: Local | None = None
         self._sides: list[list[Side]] = []
+        self.outgoing: list[list[Side]] = []  # in rounds: the same, with messages in our slot
         plan, memory = center.plan, center.memory
         scratch = center.journal.room if center.journal else None
         state = memory.state_of(plan)
@@ -95,7 +99,17 @@ class MemoryMember(Member):
         self._others = self._exchanges_of_others()  # at this worker's last exchange
         self.row[JOINED] = HERE
 
-    def exchange(self, local: Local) -> None:
+    @property
+    def number(self) -> int:
+        """The number of this worker's next exchange."""
+        return self._rounds.number if self._rounds else int(self.row[EXCHANGES])
+
+    def fastest(self) -> float:
+        """Return the steps per second of the fastest live worker."""
+        speeds = self.center.memory.ranks[self.center.members(), SPEED]
+        return float(speeds.max(initial=0)) / MILLIONTH
+
+    def exchange(self, local: Local) -> bool:
         """Exchange with the center; two threads of a worker take turns."""
         with self._in_turn():
             self.check_here()
@@ -104,25 +118,38 @@ class MemoryMember(Member):
             start = time.perf_counter_ns()
             if local is not self._bound:
                 self._bind(local)
+            fragment = self.number % self.center.plan.layout.fragments
             try:
                 self._busy = True
                 with np.errstate(**ERRORS):
                     if self._rounds:
-                        self._rounds.exchange(self._sides, local)
+                        exchanged = self._rounds.exchange(self._sides, local)
                     else:
                         self._exchange(local)
+                        exchanged = True
             finally:
                 self._busy = False
-                local.forget_gradients()
+                local.forget_gradients(fragment)
             self.row[STEPS] = local.steps
             self.row[NANOSECONDS] += time.perf_counter_ns() - start
             self.row[LAST] = time.monotonic()
-            self.row[EXCHANGES] += 1
+            self.row[SPEED] = local.speed * MILLIONTH
+            self.row[EXCHANGES] += exchanged
+            return exchanged
+
+    def take(self, out: Bytes) -> None:
+        """Copy the point that a worker continues from, consistent per shard."""
+        self.center.check_process()
+        if self._rounds:
+            self._rounds.begin_here()
+        for k in range(len(self.blocks.shards)):
+            with self.center.shard_lock(k):
+                self.blocks.publish(k, out)
 
     def seal(self, x: Bytes, mark: int, changed: bool) -> int | None:
         """Give a new center this worker's values, unless it is sealed.
 
-        They are written in any case: a worker that was killed here may have written some of its.
+        They are written even if unchanged: a worker that was killed here may have written some.
         """
         self.check_here()
         if not self.was_sealed:
@@ -136,7 +163,7 @@ class MemoryMember(Member):
         return self.center.sealed
 
     def barrier(self) -> None:
-        """Wait until all ranks have joined and are there at once, or have been before."""
+        """Wait until all ranks are present at once, or have been before."""
         head, ranks = self.center.memory.head, self.center.memory.ranks
 
         def missing() -> list[str]:
@@ -151,8 +178,8 @@ class MemoryMember(Member):
         wait_until(done, missing, self.timeout, "all workers to start")
 
     def leave(self, finished: bool = False) -> None:
-        """Give the rank back, once. An exchange that waits for others ends with an error."""
-        if os.getpid() != self.center._process:
+        """Release the rank, once. An exchange that waits for others ends with an error."""
+        if os.getpid() != self.center.process:
             return
         with deferred():
             if finished and not self.left:
@@ -183,14 +210,13 @@ class MemoryMember(Member):
                 self._turn.release()
 
     def _exchange(self, local: Local) -> None:
-        """Exchange shard by shard, those first that nobody else has locked.
+        """Exchange shard by shard, unlocked ones first.
 
-        What others keep locked for longer than a process that runs ever does is left out: its
-        holder is stopped. Next time there is hardly a wait for it.
+        A shard that stays locked for longer than a running process ever holds it is left out: its
+        holder is stopped. The next exchange hardly waits for it.
         """
-        n, start, pause = len(self._sides), time.monotonic(), _PAUSE
-        first = self.rank * n // self.center.plan.workers
-        todo = [(first + k) % n for k in range(n)]
+        start, pause = time.monotonic(), _PAUSE
+        todo = self.in_turn(self.number)
         others = self._exchanges_of_others()
         exchange = Exchange(number=self.center.version, staleness=others - self._others)
         self._others = others
@@ -205,8 +231,15 @@ class MemoryMember(Member):
                 pause = min(1.3 * pause, _LONGEST_PAUSE)
         self._leave_out(todo)
 
+    def in_turn(self, number: int) -> list[int]:
+        """Return the shards of an exchange, those first that others leave for later."""
+        fragments = self.center.plan.fragments
+        shards = list(fragments[number % len(fragments)])
+        first = self.rank * len(shards) // self.center.plan.workers
+        return shards[first:] + shards[:first]
+
     def _in_vain(self, shards: list[int], waited: float) -> bool:
-        """Whether to wait no longer for shards that others have locked."""
+        """Whether to stop waiting for shards that others have locked."""
         if waited > _LONGEST or (waited > _AGAIN and self._locked.issuperset(shards)):
             return True
         holders = (self.center.locks.holder(SHARD + k) for k in shards)
@@ -225,22 +258,19 @@ class MemoryMember(Member):
     def _exchange_block(self, k: int, i: int, side: Side, local: Local, exchange: Exchange) -> None:
         """Contribute, step, adopt; then what was stepped is put in place."""
         block, journal = self.blocks.shards[k][i], self.center.journal
+        measure(block, side, block.now.c)
         if journal is None and self._swap(block, side):
             return
         stepped = block.has_gradient(local.seen)
         if stepped:
             message = self.message(block, side, local)
             try:
-                step(block, (message,), exchange, self._rate(block, local))
+                step(block, (message,), exchange, local.rates)
             except RefusedError as error:
                 raise self.non_finite(error.offset) from error
         block.rule.adopt(side.x, side.base, adopted(block, stepped, side.out), block.work)
         if stepped:
             self.put_in_place(k, i, 0)
-
-    def _rate(self, block: Block, local: Local) -> float | None:
-        entry = block.range.entry
-        return None if entry is None else float(local.rates[entry])
 
     def put_in_place(self, k: int, i: int, number: int) -> None:
         """Put a block's step in place: through the journal, unless it may be made again."""
@@ -279,7 +309,7 @@ class MemoryMember(Member):
     def message(self, block: Block, side: Side, local: Local) -> Array:
         """Return a block's message, which is finite."""
         try:
-            return contribute(block, side, local.gradients)
+            return contribute(block, side, int(local.gradients[block.range.fragment]))
         except RefusedError as error:
             raise self.non_finite(error.offset) from error
 
@@ -289,5 +319,9 @@ class MemoryMember(Member):
 
     def _bind(self, local: Local) -> None:
         """Lay the worker's buffers beside the center's blocks."""
-        self._sides = self.blocks.bind(local.x, local.a, local.base)
+        mine, distance = (local.x, local.a, local.base), local.distance
+        self._sides = self.blocks.bind(*mine, distance=distance)
+        if self._rounds:
+            slot = self.center.memory.slots[self.rank]
+            self.outgoing = self.blocks.bind(*mine, slot, distance)
         self._bound = local

@@ -1,4 +1,4 @@
-"""A center in memory that this process can write to: steps run in the workers themselves."""
+"""Centers in memory that this process can write to: steps run in the workers themselves."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import numpy as np
 from springline.center import checkpoint
 from springline.center.center import Center, Progress, check_finite
 from springline.center.journal import Journal
-from springline.center.layout import Bytes
-from springline.center.locks import CHECKPOINT, RANK, SHARD, Locks
+from springline.center.layout import Bytes, Layout, aligned_zeros
+from springline.center.locks import CHECKPOINT, RANK, SHARD, Locks, ThreadLocks
 from springline.center.member import MemoryMember
 from springline.center.plan import (
     BASE,
@@ -33,7 +33,7 @@ from springline.center.plan import (
     Plan,
 )
 from springline.center.waiting import describe_rank, is_alive
-from springline.errors import CenterError, rank_in_use
+from springline.errors import rank_in_use
 from springline.rules.rule import Rule
 from springline.signals import deferred
 
@@ -48,8 +48,7 @@ class MemoryCenter(Center):
         self.memory = Memory(plan, raw)
         self.journal = Journal(plan, self.memory) if plan.journaled else None
         self.locks = locks
-        self._process = os.getpid()
-        self._closed = False
+        self.process = os.getpid()
         self.timeout: float | None = None  # seconds to wait for a lock
         self._members: list[MemoryMember] = []
 
@@ -180,10 +179,13 @@ class MemoryCenter(Center):
             checkpoint.write(Path(path), self.plan, center, state, version, steps)
 
     def _version_in_place(self) -> int:
-        """Return the last version that every shard holds: those who reduce a round may be dead."""
-        if not self.plan.rounds or not self.memory.reduced.size:
-            return self.version
-        return int(self.memory.head[BASE] + self.memory.reduced.min())
+        """Return the last version that every shard holds: a round may be half reduced."""
+        last, shards = self.version, self.plan.fragments
+        if not self.plan.rounds or last == self.memory.head[BASE]:
+            return last
+        here = list(shards[(last - 1) % len(shards)])  # of the last round's fragment
+        closed = last - self.memory.head[BASE]
+        return last if (self.memory.reduced[here] >= closed).all() else last - 1
 
     def check_current(self) -> None:
         """Refuse to save a center that another has taken the place of."""
@@ -207,18 +209,35 @@ class MemoryCenter(Center):
         for member in list(self._members):
             member.leave()
 
-    def check_process(self) -> None:
-        """Refuse to be used when closed, or in a forked child, which holds none of the locks."""
-        if self._closed:
-            raise CenterError("This center is closed. Open it again.")
-        if os.getpid() != self._process:
-            raise CenterError(
-                f"This center was opened in process {self._process} and is used in its child "
-                f"{os.getpid()}. Open it again in the child."
-            )
-
     def forget(self, member: MemoryMember) -> None:
         """Give a member's rank back, once."""
         if member in self._members:
             self._members.remove(member)
             self.locks.release(RANK + member.rank)
+
+
+class LocalCenter(MemoryCenter):
+    """A center in one process: for a script that runs alone, and for workers that are threads.
+
+    Args:
+        layout: the model's.
+        rule: what its workers will do.
+        values: the center's first values, by name.
+        use_locking: whether an exchange is atomic, per part of the center.
+        restore: a checkpoint to take the first values from, instead of `values`.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        rule: Rule,
+        values: Mapping[str, Any],
+        *,
+        use_locking: bool = True,
+        restore: Path | None = None,
+    ) -> None:
+        plan = Plan.of(layout, rule, use_locking)
+        super().__init__(plan, aligned_zeros(plan.nbytes), ThreadLocks())
+        self.initialise(values)
+        if restore:
+            self.restore(restore)

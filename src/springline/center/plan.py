@@ -9,8 +9,7 @@ slots     one model per worker, for rounds; none for the asynchronous rules
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -18,49 +17,28 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from springline.center.layout import BLOCK, ByteRange, Bytes, Entry, Kind, Layout, aligned
+from springline.center.layout import ByteRange, Bytes, Kind, Layout, aligned
+from springline.center.state import Spec, StateEntry, arrays_of, nbytes_of, per_block, place
 from springline.checks import at_least_one, true_or_false
 from springline.errors import SettingsError
-from springline.rules.outer import Outer
 from springline.rules.rule import Rule
 from springline.typed import Count, build
 
 PAGE = 4096
 _MOST_WORKERS, _MOST_BYTES = 1 << 16, 1 << 50  # that a file may speak of
-Spec = tuple[int, str, tuple[int, ...], float]  # parameter, key, shape, first value
 # Columns of the table, one row per rank. Each row has one writer at a time: its rank's process.
 EXCHANGES, STEPS, NANOSECONDS, SETTLED, CONTRIBUTED, ADOPTED, MEMBER_OF, JOINED = range(8)
 # When it last exchanged, in seconds; parts that it has exchanged without; whether its process ends.
 LAST, LEFT_OUT, ENDS = 8, 9, 10
+SPEED = 11  # steps per second, in millionths
 COLUMNS = 16
+MILLIONTH = 1_000_000
 JOURNAL_WORDS = 3  # per shard; see `journal.py`
 # Values of JOINED.
 JOINING, HERE, FINISHED = range(3)
 # The head, before the rows: the last closed round, whether all have started once, the version that
 # the center was restored with, and how it was sealed (see `Member.seal`; 0 if it is not).
 CLOSED, STARTED, BASE, SEALED = range(4)
-
-
-@dataclass(frozen=True)
-class StateEntry:
-    """One array of the outer optimizer's state and its place in the region `state`."""
-
-    parameter: int  # index of the layout's entry
-    key: str
-    shape: tuple[int, ...]
-    first: float
-    offset: int
-    dtype: str
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the array."""
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
-
-    def view(self, buffer: Bytes) -> NDArray[Any]:
-        """Return the array in the region `state`."""
-        part = buffer[self.offset : self.offset + self.nbytes]
-        return part.view(self.dtype).reshape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -73,6 +51,7 @@ class Plan:
     by_entry: bool  # shards and blocks end where parameters do
     cut: bool  # a parameter may be cut into blocks
     journaled: bool  # a step must happen once or not at all
+    outer: dict[str, Any]  # what defines the state: its optimizer's kind and settings
     state: tuple[StateEntry, ...]
 
     @classmethod
@@ -96,10 +75,17 @@ class Plan:
                 "does not keep. Use a process group."
             )
         rounds = rule.rounds if rounds is None else rounds
-        if rounds and rule.accumulates:
+        pushes = rule.measures_from_base and not rule.rounds
+        if rounds and (rule.accumulates or pushes):
+            why = (
+                "accumulates gradients, and some parameters may have no gradient on some workers"
+                if rule.accumulates
+                else "takes a step with every worker's message"
+            )
             raise SettingsError(
-                f"The rule {rule.name!r} accumulates gradients, and some parameters may have none: "
-                "it cannot be used in rounds. Use a center without rounds."
+                f"The rule {rule.name!r} {why}, but in a round all workers exchange at once. Start "
+                "the script with `springline run`: its shared center takes every rule, and so does "
+                "that on a Ray cluster (`--address`)."
             )
         journaled = not (outer.stateless and (outer.replaces or not rounds))
         if journaled and not use_locking:
@@ -108,15 +94,17 @@ class Plan:
                 "without state run without locks. Leave `use_locking=False` out."
             )
         specs: list[Spec] = [
-            (index, key, _per_block(e, shape, outer), first)
+            (index, key, per_block(e, shape, outer), first)
             for index, e in enumerate(layout.entries)
             if e.kind == "parameter"
             for key, (shape, first) in outer.state(e.name, e.shape).items()
         ]
         settings = rule.settings() | {"use_locking": bool(use_locking)}
         by_entry = rule.accumulates or outer.whole or not outer.stateless
-        state = _place(layout, specs)
-        return cls(layout, settings, rounds, by_entry, not outer.whole, journaled, state)
+        flags = rounds, by_entry, not outer.whole, journaled
+        defining = outer.settings() if specs else {}
+        defining.pop("learning_rate", None)  # it may change on the way
+        return cls(layout, settings, *flags, defining, place(layout, specs))
 
     @property
     def use_locking(self) -> bool:
@@ -132,6 +120,14 @@ class Plan:
     def shards(self) -> tuple[ByteRange, ...]:
         """The layout's shards."""
         return tuple(self.layout.shards(self.by_entry))
+
+    @cached_property
+    def fragments(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers of each fragment's shards."""
+        return tuple(
+            tuple(k for k, shard in enumerate(self.shards) if shard.fragment == fragment)
+            for fragment in range(self.layout.fragments)
+        )
 
     def blocks(self, shard: ByteRange) -> list[ByteRange]:
         """Cut a shard into blocks."""
@@ -175,7 +171,7 @@ class Plan:
         """Place the state of the parameters that begin in a part of the center, by itself."""
         begin = [e.offset for e in self.layout.entries]
         ours = [s for s in self.state if start <= begin[s.parameter] < stop]
-        return _place(self.layout, [(s.parameter, s.key, s.shape, s.first) for s in ours])
+        return place(self.layout, [(s.parameter, s.key, s.shape, s.first) for s in ours])
 
     @cached_property
     def nbytes(self) -> int:
@@ -185,7 +181,8 @@ class Plan:
 
     def _regions(self) -> Iterator[tuple[int, int]]:
         at = 0
-        slots = [self.layout.nbytes] * (self.workers if self.rounds else 0)
+        slot = self.layout.nbytes + 8 * len(self.layout.entries)  # a message, and its rates
+        slots = [slot] * (self.workers if self.rounds else 0)
         table = 8 * COLUMNS * (1 + self.workers) + 4 * 8 * len(self.shards)
         model = self.layout.nbytes
         for size in (table, model, self.state_nbytes, self._journal_nbytes, *slots):
@@ -201,6 +198,7 @@ class Plan:
             "cut": self.cut,
             "journaled": self.journaled,
             "layout": self.layout.to_json(),
+            "outer": self.outer,
             "state": [[s.parameter, s.key, list(s.shape), s.first] for s in self.state],
         }
 
@@ -216,11 +214,11 @@ class Plan:
         layout = Layout.from_json(plan.layout)
         if any(parameter >= len(layout.entries) for parameter, *_ in plan.state):
             raise ValueError("it has state of no parameter")
-        state = _place(layout, [(i, key, tuple(n), first) for i, key, n, first in plan.state])
+        state = place(layout, [(i, key, tuple(n), first) for i, key, n, first in plan.state])
         if max(layout.nbytes, nbytes_of(state)) > _MOST_BYTES:
             raise ValueError("it is too large")
         flags = plan.rounds, plan.by_entry, plan.cut, plan.journaled
-        return cls(layout, plan.settings, *flags, state)
+        return cls(layout, plan.settings, *flags, plan.outer, state)
 
 
 @dataclass(frozen=True)
@@ -232,7 +230,8 @@ class _Written:
     by_entry: bool
     cut: bool
     journaled: bool
-    layout: list[tuple[str, list[Count], str, Kind]]
+    layout: list[tuple[str, list[Count], str, Kind, Count]]
+    outer: dict[str, Any]
     state: list[tuple[Count, str, list[Count], float]]
 
 
@@ -243,7 +242,8 @@ def check_settings(settings: dict[str, Any]) -> None:
         ValueError: these.
     """
     rule = build(_Settings, {k: v for k, v in settings.items() if k in _KNOWN})
-    at_least_one("period", rule.period, "")
+    if not isinstance(rule.period, str):
+        at_least_one("period", rule.period, "")
     at_least_one("workers", rule.workers, "")
     if rule.workers > _MOST_WORKERS:
         raise ValueError(f"workers is {rule.workers}")
@@ -254,7 +254,7 @@ class _Settings:
     """What all rules have, and what we show of some."""
 
     rule: str
-    period: Count
+    period: Count | str
     workers: Count
     use_locking: bool
     moving_rate: float | None = None
@@ -282,38 +282,10 @@ class Memory:
         self.center = center
         self.state = state
         self.journal = journal
-        self.slots = slots
+        end = plan.layout.nbytes
+        self.slots = [slot[:end] for slot in slots]
+        self.rates = [slot[end:].view(np.float64) for slot in slots]
 
     def state_of(self, plan: Plan) -> dict[int, dict[str, NDArray[Any]]]:
         """Return the outer optimizer's arrays by parameter and key."""
         return arrays_of(plan.state, self.state)
-
-
-def arrays_of(state: Iterable[StateEntry], buffer: Bytes) -> dict[int, dict[str, NDArray[Any]]]:
-    """Return an outer optimizer's arrays by parameter and key."""
-    arrays: dict[int, dict[str, NDArray[Any]]] = {}
-    for entry in state:
-        arrays.setdefault(entry.parameter, {})[entry.key] = entry.view(buffer)
-    return arrays
-
-
-def nbytes_of(state: tuple[StateEntry, ...]) -> int:
-    """Return how long a buffer with this state is."""
-    return state[-1].offset + state[-1].nbytes if state else 0
-
-
-def _per_block(entry: Entry, shape: tuple[int, ...], outer: Outer) -> tuple[int, ...]:
-    """Return the shape of an array of state: a number is kept for each block."""
-    if outer.whole or shape == entry.shape:
-        return shape
-    return (max(1, -(-entry.nbytes // BLOCK)),)
-
-
-def _place(layout: Layout, specs: Iterable[Spec]) -> tuple[StateEntry, ...]:
-    entries: list[StateEntry] = []
-    offset = 0
-    for parameter, key, shape, first in specs:
-        dtype = layout.entries[parameter].center_dtype
-        entries.append(StateEntry(parameter, key, shape, first, offset, dtype))
-        offset += aligned(entries[-1].nbytes)
-    return tuple(entries)

@@ -23,9 +23,9 @@ from springline.center.ray_peer import (
     shard_peers,
     shards_named,
 )
-from springline.center.remote.head import Head, Look
+from springline.center.remote.head import Head
 from springline.center.remote.interceptor import Interceptor
-from springline.center.remote.messages import RankProgress, latest
+from springline.center.remote.messages import Look, RankProgress, latest
 from springline.center.remote.shard import Shard
 from springline.errors import CenterError, EndedError, TokenError, forgotten
 from springline.rules.rule import Rule
@@ -86,6 +86,7 @@ class RayHead(Head):
         self, token: str, name: str, storage: str | None, grace: float, linger: float
     ) -> None:
         super().__init__(self._ask_shards, storage, grace, name, token)
+        self._name = name
         self._linger = linger
         self._making = asyncio.Lock()
         self._wanted = time.monotonic()  # when somebody last wanted the center to stay
@@ -103,7 +104,7 @@ class RayHead(Head):
     async def open(self) -> dict[str, Any] | None:
         """Return what the center is; None if there is none: then `create` it, or `abandon` it."""
         try:
-            found = await self.find()
+            found = self.registration.find()
         except CenterError:
             await self.abandon()
             raise
@@ -116,8 +117,9 @@ class RayHead(Head):
         """Make those shards that are not there: after all had died, or the center had retired."""
         if self._ending:
             raise EndedError("The center is being ended. Start the run again.")
-        if self.description and self.storage:  # else they would be empty
-            self._make_shards(rule, self.description)
+        description = self.registration.description
+        if description and self.registration.storage:  # else they would be empty
+            self._make_shards(rule, description)
 
     async def create(
         self, rule: Rule, description: dict[str, Any], parts: Sequence[Any], steps: Sequence[int]
@@ -137,7 +139,7 @@ class RayHead(Head):
                 calls = [peer.answer("initialise", *part, steps) for peer, part in pairs]
                 await asyncio.gather(*calls)
                 await self._check_storage(len(peers))
-                await self.publish(description)
+                self.registration.publish(description)
             except Exception:
                 for handle in shards_named(self._name).values():
                     ray.kill(handle)
@@ -158,11 +160,12 @@ class RayHead(Head):
         options: dict[str, Any] = {"max_concurrency": _CALLS}
         if not storage:
             options["max_restarts"] = 0  # it would come back empty
+        since = tuple(description["every"]), description["base"]
         made = []
         for k in range(description["shards"]):
             place = NodeAffinitySchedulingStrategy(nodes[k % len(nodes)], soft=True)
             options["scheduling_strategy"] = place
-            given = plan, rule, k, description["asked"], storage, tuple(description["every"])
+            given = plan, rule, k, description["asked"], storage, *since
             name = shard_name(self._name, k)
             made.append(make_actor(ShardActor, name, options, self._token, *given))
         return made
@@ -183,14 +186,15 @@ class RayHead(Head):
 
     async def _check_storage(self, shards: int) -> None:
         """Refuse a storage that is another one on the machine of a shard."""
-        if self.storage is None:
+        storage = self.registration.storage
+        if storage is None:
             return
         names = [f"shard-{k}" for k in range(shards)]
         deadline = time.monotonic() + _SEEN
-        while missing := [name for name in names if not self.storage.holds(name)]:
+        while missing := [name for name in names if not storage.holds(name)]:
             if time.monotonic() > deadline:
                 raise CenterError(
-                    f"The storage {self.storage.place} is not the same on all machines: what "
+                    f"The storage {storage.place} is not the same on all machines: what "
                     f"{missing[0]} of the center has written is not seen by its head. Give a "
                     "directory that every machine of the cluster sees, also those without workers, "
                     "or an fsspec URL."
@@ -204,7 +208,9 @@ class RayHead(Head):
         """
 
         def end() -> None:
-            busy = self.description or self._making.locked() or shards_named(self._name)
+            busy = (
+                self.registration.description or self._making.locked() or shards_named(self._name)
+            )
             if not busy:
                 self._ending = True
                 ray.kill(find(head_name(self._name)))

@@ -4,7 +4,7 @@ Each worker writes its message into its own slot and marks it complete. The roun
 over the complete slots of the live members. Then every worker reduces what shards it finds not yet
 reduced, so that they share the work, and adopts them all. A worker killed at any point spoils
 nothing: an incomplete slot does not count, and a shard half reduced is finished from the slots,
-which nobody touches before the next round.
+which do not change before the next round.
 
 Round numbers count from 1. A member is *settled* in the round it has contributed to or withdrawn
 from; the round waits for the live members that are not.
@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from springline.center.blocks import Block, RefusedError, Side, adopted, step
+from springline.center.blocks import Block, RefusedError, Side, adopt, adopted, mean_rates, step
 from springline.center.center import Local
-from springline.center.layout import Bytes
 from springline.center.locks import ROUND, SHARD
-from springline.center.plan import ADOPTED, CLOSED, CONTRIBUTED, MEMBER_OF, SETTLED
+from springline.center.plan import ADOPTED, BASE, CLOSED, CONTRIBUTED, MEMBER_OF, SETTLED
 from springline.center.waiting import wait_until
 from springline.rules.outer import Exchange
 
@@ -40,26 +39,49 @@ class MemoryRounds:
         self._row = member.row
         self._blocks = member.blocks.shards
         self._new = True
+        self._strict = member.rule.belongs_to_a_round
+        self._next = 0  # the round that the worker's buffers belong to
+
+    @property
+    def number(self) -> int:
+        """The number of the next round, from 0 on."""
+        return self._number(self._next or self._open_round())
+
+    def _number(self, this: int) -> int:
+        return int(self._memory.head[BASE]) + this - 1
+
+    def begin_here(self) -> None:
+        """Let the worker's buffers belong to the open round: it takes the center now.
+
+        The last round may have closed without it just before, and is reduced first.
+        """
+        self._help()
+        self._next = self._open_round()
 
     def enter(self) -> None:
-        """Become a member: of the open round if nobody waits in it yet, else of the next.
+        """Become a member: of the open round if no worker waits in it yet, else of the next.
 
         The last worker of this rank may have died after a round was closed: that is reduced first,
-        so that the new one takes a whole center.
+        so that the new one takes a whole center. Where a message is measured from the center, the
+        new one waits for the round that it has no part in, and takes the center after it.
         """
         with self._locks.acquire(ROUND, self._member.timeout):
             this = self._open_round()
             self._row[CONTRIBUTED] = self._row[ADOPTED] = 0
             self._row[SETTLED] = this if self._contributors(this) else this - 1
         self._help()
+        if self._strict:
+            self._my_round()
 
-    def exchange(self, sides: list[list[Side]], local: Local) -> None:
-        """Take part in one round."""
+    def exchange(self, sides: list[list[Side]], local: Local) -> bool:
+        """Take part in one round; False if the worker's buffers belong to an earlier one."""
         this = self._my_round()
+        if self._strict and this != self._next:
+            return False
         done = False
         try:
-            self._contribute(sides, local)
-            self._settle(this, contributed=True)
+            self._contribute(local, this)
+            self._settle(this)
             wait_until(
                 lambda: self._closed(this),
                 lambda: self._names(self._pending(this)),
@@ -72,9 +94,11 @@ class MemoryRounds:
             self._row[ADOPTED] = this
             if not done:
                 self._withdraw(this)
+        self._next = this + 1
+        return True
 
     def _withdraw(self, this: int) -> None:
-        """Leave a round that we cannot finish, so that nobody waits for us in it."""
+        """Leave a round that we cannot finish, so that the others do not wait for us."""
         with self._locks.acquire(ROUND, self._member.timeout):
             if self._memory.head[CLOSED] < this:
                 self._row[CONTRIBUTED] = 0
@@ -135,17 +159,18 @@ class MemoryRounds:
             and ranks[r, ADOPTED] < closed
         ]
 
-    def _contribute(self, sides: list[list[Side]], local: Local) -> None:
-        slot = self._memory.slots[self._member.rank]
-        for blocks, mine in zip(self._blocks, sides, strict=True):
-            for block, side in zip(blocks, mine, strict=True):
-                message = self._member.message(block, side, local)
-                np.copyto(self._member.blocks.view(block.range, slot), message)
+    def _contribute(self, local: Local, this: int) -> None:
+        member = self._member
+        np.copyto(self._memory.rates[member.rank], local.rates)
+        for k in member.in_turn(self._number(this)):
+            for block, side in zip(self._blocks[k], member.outgoing[k], strict=True):
+                message = member.message(block, side, local)
+                if message is not side.out:
+                    np.copyto(side.out, message)
 
-    def _settle(self, this: int, contributed: bool) -> None:
+    def _settle(self, this: int) -> None:
         with self._locks.acquire(ROUND, self._member.timeout):
-            self._row[CONTRIBUTED] = this if contributed else 0
-            self._row[SETTLED] = this
+            self._row[CONTRIBUTED] = self._row[SETTLED] = this
 
     def _here(self) -> bool:
         """Raise if we have left meanwhile: from a signal handler, or another thread."""
@@ -160,7 +185,7 @@ class MemoryRounds:
         return bool(self._memory.head[CLOSED] >= this)
 
     def _close(self, this: int) -> None:
-        """Close the round if it waits for nobody. Its last store is the one that counts."""
+        """Close the round if no member is pending. Its last store is the one that counts."""
         if self._memory.head[CLOSED] >= this or self._pending(this):
             return
         contributors = self._contributors(this)
@@ -171,14 +196,14 @@ class MemoryRounds:
             self._memory.head[CLOSED] = this
 
     def _help(self) -> None:
-        """Finish a round of others, who wait for us before they use their slots again."""
+        """Finish a round of others, which wait for us before they reuse their slots."""
         try:
             self._reduce(None)
         finally:
             self._row[ADOPTED] = self._row[CONTRIBUTED]
 
     def _reduce(self, sides: list[list[Side]] | None) -> None:
-        """Reduce the shards of the closed round that nobody has reduced yet.
+        """Reduce the shards of the closed round that are not reduced yet.
 
         We start at our own part of them, so that all share the work.
 
@@ -193,17 +218,15 @@ class MemoryRounds:
             members = np.flatnonzero(self._memory.ranks[:, MEMBER_OF] == this)
             if sides is None:
                 self._row[CONTRIBUTED], self._row[ADOPTED] = this, this - 1
-        slots = [self._memory.slots[r] for r in members]
-        reduced, n = self._memory.reduced, len(self._blocks)
-        first = self._member.rank * n // self._center.plan.workers
-        todo = [(first + k) % n for k in range(n)] if this and slots else []
+        reduced = self._memory.reduced
+        todo = self._member.in_turn(self._number(this)) if this and len(members) else []
 
         def reduce(k: int) -> bool:
             if not self._center.try_acquire_shard(k):
                 return False
             try:
                 if reduced[k] < this:
-                    self._reduce_shard(k, slots, this, sides)
+                    self._reduce_shard(k, members.tolist(), this, sides)
                     reduced[k] = this
                 elif sides:  # by another, whose slot may be in use for the next round
                     for block, side in zip(self._blocks[k], sides[k], strict=True):
@@ -226,15 +249,18 @@ class MemoryRounds:
             self._check_refused(this)
 
     def _reduce_shard(
-        self, k: int, slots: list[Bytes], this: int, sides: list[list[Side]] | None
+        self, k: int, members: list[int], this: int, sides: list[list[Side]] | None
     ) -> None:
         """Reduce and step each block that does not hold the round yet, and adopt it."""
         journal, view = self._center.journal, self._member.blocks.view
-        exchange = Exchange(number=self._center.version - 1)
+        exchange = Exchange(number=self._number(this))
+        slots = [self._memory.slots[r] for r in members]
+        rates = mean_rates([self._memory.rates[r] for r in members])
         for i, block in enumerate(self._blocks[k]):
             if not (journal and journal.holds(k, i, this)):
                 try:
-                    step(block, [view(block.range, slot) for slot in slots], exchange)
+                    messages = [view(block.range, slot) for slot in slots]
+                    step(block, messages, exchange, rates)
                 except RefusedError as error:
                     self._memory.refused[k] = this, error.offset
                 else:
@@ -247,7 +273,7 @@ class MemoryRounds:
         number, offset = self._memory.refused[k].tolist()
         if number == this and block.range.start <= offset < block.range.stop:
             return
-        block.rule.adopt(side.x, side.base, adopted(block, False, side.out), block.work)
+        adopt(block, side, adopted(block, False, side.out))
 
     def _check_refused(self, this: int) -> None:
         for number, offset in self._memory.refused.tolist():

@@ -221,7 +221,7 @@ class SharedCenter(MemoryCenter):
         Args:
             rank: of the worker whose process ends.
         """
-        if self._closed or os.getpid() != self._process:
+        if self.closed or os.getpid() != self.process:
             return
         try:
             with self.locks.acquire(CREATE, self.timeout):
@@ -237,8 +237,8 @@ class SharedCenter(MemoryCenter):
 
     def close(self) -> None:
         """Leave, and close the lock file of this process."""
-        if not self._closed and os.getpid() == self._process:
-            self._closed = True
+        if not self.closed and os.getpid() == self.process:
+            self.closed = True
             super().close()
             if self._kept:
                 self.locks.release(KEEPER)

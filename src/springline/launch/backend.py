@@ -26,9 +26,9 @@ class Backend:
         workers: by rank.
         servers: parameter servers of a TensorFlow cluster, by number.
         keeper: the center's.
-        rescue: what to do if the center could not be saved at the end.
+        rescue: advice for when the center could not be saved at the end.
         center_name: what the center is called, if it has a name.
-        resumable: whether the run can go on after it was stopped.
+        resumable: whether the run can be resumed after a stop.
     """
 
     rescue = ""
@@ -45,17 +45,17 @@ class Backend:
         self.keeper.start()
 
     def tick(self) -> None:
-        """Do what is to be done several times a second."""
+        """Do periodic work; called several times a second."""
 
     def gone(self, worker: Task, stopping: bool) -> None:
-        """Take note that a worker has ended or was lost, perhaps because all were stopped."""
+        """Handle a worker that has ended or was lost, perhaps because all were stopped."""
 
     def finish(self, hurried: Callable[[], bool]) -> Path | None:
-        """Keep the center for good, when all workers are gone; see `Keeper.finish`."""
+        """Write the final center when all workers are gone; see `Keeper.finish`."""
         return self.keeper.finish(hurried)
 
     def release(self) -> None:
-        """Give back what the run holds."""
+        """Release what the run holds."""
 
 
 class LocalBackend(Backend):
@@ -82,18 +82,18 @@ class LocalBackend(Backend):
         )
 
     def release(self) -> None:
-        """Let others have the ports of a TensorFlow cluster."""
+        """Release the ports of a TensorFlow cluster."""
         self._guard.close()
         if self._cluster:
             self._cluster.release()
 
 
 class LocalCluster:
-    """A free port for every task, kept for as long as this lives.
+    """A free port for every task, reserved for the lifetime of this object.
 
     The ports are bound and not listened at, with `SO_REUSEADDR`, as TensorFlow's servers bind
-    theirs: a task can then listen at its port, also after a restart, and nobody is given
-    the port by chance in between.
+    theirs: a task can then listen at its port, also after a restart, and no other process is given
+    the port in between.
     """
 
     def __init__(self, ps: int, workers: int) -> None:
@@ -108,7 +108,7 @@ class LocalCluster:
         return {"TF_CONFIG": json.dumps(place), "TF_CPP_MIN_LOG_LEVEL": level}
 
     def release(self) -> None:
-        """Let others have the ports."""
+        """Release the ports."""
         for held in self._held:
             held.close()
 
@@ -183,7 +183,7 @@ def choose_backend(
 
 
 def _number(claim: RunDirectory, workers: int | None, default: int) -> int:
-    """Return how many workers there are to be."""
+    """Return the number of workers to start."""
     configured = claim.configured_workers()
     if workers is None:
         return configured or default

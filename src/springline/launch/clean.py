@@ -53,9 +53,9 @@ def free_all(found: list[Unused]) -> tuple[int, list[str]]:
 
 
 def retire_unused(directory: Path) -> bool:
-    """Save the center in a directory as its checkpoint and free its memory, if nobody uses it.
+    """Save the center in a directory as its checkpoint and free its memory, if it is unused.
 
-    A worker that joins meanwhile waits, and goes on from the checkpoint.
+    A worker that joins meanwhile waits, and resumes from the checkpoint.
 
     Returns:
         Whether it is freed.

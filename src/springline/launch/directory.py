@@ -26,7 +26,7 @@ _LEAVING = 10.0  # seconds that workers of a launcher that was killed may take t
 
 
 class LaunchError(RuntimeError):
-    """A run cannot start, or a directory is none; the sentence says what to do."""
+    """A run cannot start, or a directory is no run; the message gives advice."""
 
 
 class RunDirectory:
@@ -68,7 +68,7 @@ class RunDirectory:
 
     @property
     def path(self) -> Path:
-        """Where the directory is: also if it was moved while the run is going on."""
+        """Where the directory is, also after it was moved during the run."""
         if not self._is(self._path):
             with contextlib.suppress(OSError):
                 moved = Path(f"/proc/self/fd/{self._fd}").readlink()
@@ -81,11 +81,11 @@ class RunDirectory:
         return False
 
     def make_private(self) -> None:
-        """Let nobody else read or write there, now that what it holds has been looked at."""
+        """Deny other users access, once the contents have been checked."""
         self._path.chmod(0o700)
 
     def release(self) -> None:
-        """Let another launcher have the directory."""
+        """Release the directory for other launchers."""
         self._lock.release(0)
         self._lock.close()
         os.close(self._fd)
@@ -93,7 +93,7 @@ class RunDirectory:
 
     def abandon(self) -> None:
         """Release the directory of a run that could not start; remove it if it was made for it."""
-        with contextlib.suppress(OSError):  # somebody else has put something there
+        with contextlib.suppress(OSError):  # it is not empty
             if self._made:
                 (self.path / LOCK).unlink()
                 self.path.rmdir()
@@ -105,7 +105,7 @@ class RunDirectory:
         """Return how many workers the run's center is for; None while there is no center.
 
         Raises:
-            LaunchError: there was one, and it can be had neither from memory nor from a checkpoint.
+            LaunchError: there was one, and it is neither in memory nor in a checkpoint.
         """
         place = self.path / CENTER
         try:
@@ -164,7 +164,7 @@ def is_at_work(path: Path) -> bool:
 
 
 def short(path: Path) -> Path:
-    """Return a path as one would type it here."""
+    """Return a path relative to the current directory, if it is below it."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 

@@ -60,8 +60,8 @@ def _find_center(directory: Path) -> tuple[Mapping[str, NDArray[Any]], str]:
             return with_extras(place, center.values()), f"version {center.version}, from memory"
     except CenterError as error:
         saved, why = newest(place / CHECKPOINT_NAME), str(error)
-        told = isinstance(error, RoundTimeoutError | DamagedError)
-        busy = f". Not from memory: {error}" if told else ""
+        why_not = isinstance(error, RoundTimeoutError | DamagedError)
+        busy = f". Not from memory: {error}" if why_not else ""
     state, final = LaunchState.read(directory), directory / FINAL
     if saved is not None:
         written = time.strftime("%d %b %H:%M:%S", time.localtime(saved.stat().st_mtime))

@@ -43,12 +43,12 @@ class Guard:
 
     def _write(self, line: str) -> None:
         if self._process and self._process.stdin:
-            with contextlib.suppress(OSError):  # somebody has killed it
+            with contextlib.suppress(OSError):  # it was killed
                 self._process.stdin.write(line.encode())
                 self._process.stdin.flush()
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         if self._process and self._process.stdin:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()

@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 
 FINAL = "center.safetensors"
 EVERY = 30.0  # seconds from one checkpoint to the next
-_LOOK = 0.2  # seconds between two looks whether there is a center
+_LOOK = 0.2  # seconds between two polls for a center
 PATIENCE = 10.0  # seconds to wait for a part of it that a process keeps locked
 
 
 class LostError(CenterError):
-    """The center was lost during the run; the sentence says what is left."""
+    """The center was lost during the run; the message names what is left."""
 
 
 class Keeper:
-    """Saves the center every so often, in a thread of its own.
+    """Saves the center periodically, in a thread of its own.
 
-    It keeps the center open from when it first sees it: whatever is removed of the files, it has
-    what the workers have, and saves that.
+    It keeps the center open once it has seen it: whatever files are removed, it maps the
+    same memory as the workers, and saves that.
 
     A worker that is stopped in the middle of an exchange keeps its shard's lock for as long, and
     a checkpoint waits for that lock: the thread that watches the workers must not wait with it.
@@ -54,17 +54,17 @@ class Keeper:
     def __init__(self, claim: RunDirectory, say: Callable[[str], None]) -> None:
         self._claim = claim
         self.saved = _modified(self._checkpoint)  # when, in seconds since the epoch
-        self.version: int | None = None  # of the center that was kept for good
+        self.version: int | None = None  # of the final center
         self._center: Kept | None = None
         self._made = _modified(self._layout)  # when, by an earlier launch
-        self._damage = ""  # what was, in words
-        self._bare = False  # whether all was, also what is written beside the center
+        self._damage = ""  # what was lost, in words
+        self._bare = False  # whether everything was, including what is written beside the center
         self._say = say
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="keeper", daemon=True)
 
     def start(self) -> None:
-        """Begin to save; report which checkpoint a center that is not in memory goes on from."""
+        """Start saving; report which checkpoint a center that is not in memory resumes from."""
         if self._layout.exists():
             self._center = self._open()
             saved = None if self._center else newest(self._checkpoint)
@@ -73,14 +73,14 @@ class Keeper:
         self._thread.start()
 
     def end(self) -> None:
-        """Save no more; waits for nothing."""
+        """Stop saving; returns at once."""
         self._stop.set()
 
     def finish(self, hurried: Callable[[], bool] = lambda: False) -> Path | None:
         """Write `RUN/center.safetensors` and free the center's memory, when all workers are gone.
 
         Args:
-            hurried: whether somebody does not want to wait any more; memory never keeps one.
+            hurried: whether the user has asked to stop again; ignored for a center in memory.
 
         Returns:
             Where the center is now; None if there was none.

@@ -1,4 +1,4 @@
-"""Starts the workers of a run, watches them, restarts those that die, and ends the run well."""
+"""Starts the workers of a run, watches them, restarts those that die, and saves the center."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from springline.center import CenterError
-from springline.center.waiting import is_stopped
 from springline.launch.backend import choose_backend, connect
 from springline.launch.directory import RunDirectory
 from springline.launch.keeper import LostError
@@ -21,18 +19,19 @@ from springline.launch.process import Task
 from springline.launch.request import ClusterRequest, check_numbers, check_script
 from springline.launch_state import NAME, LaunchState
 from springline.run import Run
+from springline.signals import noted
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that ask a launcher to stop
 _LOOK = 0.1  # seconds between two looks at the workers
 _PAUSE = 0.5  # seconds before a dead worker is restarted
-# Seconds after a stop was asked for, and what workers that are still there get then.
+# Seconds after a stop was requested, and the signal that remaining workers get then.
 _PRESSURE = ((0.0, signal.SIGINT), (5.0, signal.SIGTERM), (8.0, signal.SIGKILL))
-# Without a parameter server a worker of TensorFlow waits in a call that hears no SIGINT.
+# Without a parameter server a TensorFlow worker blocks in a call that ignores SIGINT.
 _PRESSURE_WITHOUT_PS = ((0.0, signal.SIGTERM), (3.0, signal.SIGKILL))
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that ask a launcher to stop
 
 
 class Launcher:
-    """One run: its directory is claimed at once, `run` does the rest.
+    """One run. The constructor claims its directory, `run` does the rest.
 
     Args:
         script: what every worker runs.
@@ -73,7 +72,6 @@ class Launcher:
         self.continues = self._claim.continues
         self._say = say
         self._max_restarts = max_restarts
-        self._stopped: set[int | None] = set()  # processes that were reported as stopped
         what = script, arguments, workers, ps, asked
         try:
             self._backend, asked = choose_backend(self._claim, *what, self._tell)
@@ -103,8 +101,7 @@ class Launcher:
         self._written: dict[str, Any] = {}
         self._heard: list[int] = []  # signals that have come
         self._status: int | None = None  # set when the run is to stop early
-        self._stopping_since = 0.0
-        self._pressure = list(_PRESSURE)
+        self._stopping_since, self._pressure = 0.0, list(_PRESSURE)
 
     def run(self, tick: Callable[[], None] = lambda: None) -> int:
         """Start the workers and stay until all have ended. For the main thread, once.
@@ -116,10 +113,10 @@ class Launcher:
             The exit status: 0 if every worker finished, 1 if one failed for good, 128 + its number
             if a signal ended the run.
         """
-        with hearing() as self._heard:
+        with noted(*_SIGNALS) as self._heard:
             try:
                 self._backend.begin()
-                self._record()  # what the center is called, before there is one
+                self._record()  # with the center's name, before it is made
                 try:
                     for process in (*self._servers, *self._processes):
                         process.start()
@@ -139,12 +136,12 @@ class Launcher:
 
     @property
     def directory(self) -> Path:
-        """The run's, wherever it is by now."""
+        """The run's directory, also after it was moved."""
         return self._claim.path
 
     @property
     def version(self) -> int | None:
-        """The version of the center that was kept at the end."""
+        """The version of the final center."""
         return self._backend.keeper.version
 
     def _watch(self, tick: Callable[[], None]) -> None:
@@ -155,7 +152,8 @@ class Launcher:
                 self._look_at_server(server)
             for process in self._processes:
                 self._look(process)
-                self._look_for_stopped(process)
+                if text := process.newly_stopped():
+                    self._tell(text)
                 for text in process.new_warnings():
                     self._tell(f"{process.name.capitalize()}: {text}")
             self._press()
@@ -168,7 +166,7 @@ class Launcher:
         return any(p.alive or p.entry.state == "restarting" for p in self._processes)
 
     def _look_for_directory(self) -> None:
-        """End a run whose directory was moved: its workers know it where it was."""
+        """End a run whose directory was moved: its workers have the old path."""
         if self._status is None and self.directory != self._began_in:
             self._stop(1)
             self._tell(
@@ -177,7 +175,7 @@ class Launcher:
             )
 
     def _look(self, process: Task) -> None:
-        """Notice a worker's end; start it again when its pause is over."""
+        """Handle a worker's end; restart it after its pause."""
         entry = process.entry
         if process.look():
             self._ended(process)
@@ -185,20 +183,8 @@ class Launcher:
             entry.restarts += 1
             process.start()
 
-    def _look_for_stopped(self, process: Task) -> None:
-        """Report a worker that does not run until somebody lets it, once."""
-        entry = process.entry
-        if is_stopped(entry.pid) and entry.pid not in self._stopped:
-            self._stopped.add(entry.pid)
-            self._tell(
-                f"{process.name.capitalize()} (process {entry.pid}) is stopped, by SIGSTOP or a "
-                f"debugger. It goes on after `kill -CONT {entry.pid}`."
-            )
-        elif entry.pid in self._stopped and not is_stopped(entry.pid):
-            self._stopped.discard(entry.pid)
-
     def _look_at_server(self, server: Task) -> None:
-        """Notice a parameter server's end, which is the end of the run: its center is gone."""
+        """Handle a parameter server's end, which ends the run: its part of the center is gone."""
         if not server.look():
             return
         if self._status is not None:
@@ -236,7 +222,7 @@ class Launcher:
         self._backend.gone(process, self._status is not None)
         if process.refused:
             entry.state = "failed"
-            if self._status is None:  # else another's was printed
+            if self._status is None:  # else another worker's message was printed
                 self._stop(1)
                 self._tell(process.refused)
         elif self._status is not None:
@@ -258,7 +244,7 @@ class Launcher:
             process.release()
 
     def _stop(self, status: int) -> None:
-        """Ask all workers to end; `_press` sees to it that they do."""
+        """Ask all workers to end; `_press` enforces it."""
         if self._status is not None:
             return
         self._status = status
@@ -309,23 +295,5 @@ class Launcher:
                 self._tell(f"Could not write {self.directory / NAME}: {error.strerror}.")
 
     def _tell(self, text: str) -> None:
-        with contextlib.suppress(OSError, SystemExit):  # the reader is gone; we go on
+        with contextlib.suppress(OSError, SystemExit):  # stdout is closed; the run continues
             self._say(text)
-
-
-@contextlib.contextmanager
-def hearing() -> Iterator[list[int]]:
-    """Note the signals that come, in the list that this gives."""
-    heard: list[int] = []
-
-    def note(number: int, _: FrameType | None) -> None:
-        heard.append(number)
-
-    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # nohup
-    numbers = [n for n in _SIGNALS if not (n == signal.SIGHUP and ignored)]
-    before = {number: signal.signal(number, note) for number in numbers}
-    try:
-        yield heard
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

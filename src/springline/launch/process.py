@@ -18,12 +18,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+from springline.center.waiting import is_stopped
 from springline.launch import guard as guards
 from springline.launch_state import WorkerEntry
 from springline.run import WARNINGS
 
 Job = Literal["ps", "worker"]
-# What the C++ parts of TensorFlow and gRPC write, often after a script's own last word.
+# Log lines of TensorFlow's and gRPC's C++ code, often after the script's own last line.
 _LOGGED = re.compile(r"[IWEF]0000 |[IWEF]\d{4} \d\d:|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IWEF] ")
 _TAIL = 64 * 1024  # bytes of a log that its last lines are looked for in
 # glibc: keep freed memory instead of giving it back and faulting it in again at every exchange.
@@ -46,7 +47,7 @@ class Task(ABC):
     Attributes:
         entry: what is known of it.
         restart_at: when it is to be restarted, if it is.
-        refused: why the run cannot go on with it, once that is known.
+        refused: why the run cannot continue with it, if it cannot.
     """
 
     def __init__(self, directory: Path, number: int, job: Job = "worker") -> None:
@@ -58,12 +59,13 @@ class Task(ABC):
         self._warned = self._warnings.stat().st_size if self._warnings.exists() else 0  # bytes
         self.restart_at = 0.0
         self.refused: str | None = None
+        self._stopped = False
         self._mark = f"--- {kind} {number}, start "
 
     @property
     @abstractmethod
     def alive(self) -> bool:
-        """Whether it runs, or is about to, as far as `look` has seen."""
+        """Whether it runs or is starting, as of the last `look`."""
 
     @abstractmethod
     def start(self) -> None:
@@ -82,10 +84,10 @@ class Task(ABC):
         """Kill it and all that it has started."""
 
     def release(self) -> None:
-        """Give back what it holds: it is not restarted."""
+        """Release what it holds: it is not restarted."""
 
     def describe_end(self) -> str:
-        """Say how it ended."""
+        """Describe how it ended."""
         code = self.entry.exit_code
         return "was lost" if code is None else describe_exit(code)
 
@@ -94,8 +96,19 @@ class Task(ABC):
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         return f"{self._mark}{len(self.entry.starts)}, {now} ---\n"
 
+    def newly_stopped(self) -> str | None:
+        """Return a sentence if its process was stopped since the last call."""
+        pid, before = self.entry.pid, self._stopped
+        self._stopped = self.entry.machine is None and is_stopped(pid)  # else it is not here
+        if before or not self._stopped:
+            return None
+        return (
+            f"{self.name.capitalize()} (process {pid}) is stopped, by SIGSTOP or a debugger. It "
+            f"goes on after `kill -CONT {pid}`."
+        )
+
     def new_warnings(self) -> list[str]:
-        """Return what it has warned of since the last time."""
+        """Return its warnings since the last call."""
         try:
             with self._warnings.open("rb") as file:
                 file.seek(self._warned)
@@ -107,7 +120,7 @@ class Task(ABC):
         return whole.decode("utf-8", "replace").splitlines()
 
     def last_words(self) -> str:
-        """Return its last line that is not of a library's log; nothing if there is none."""
+        """Return its last line that is not a library's log message; empty if there is none."""
         lines = [line for line in self.last_lines(200) if line.strip()]
         return next((line for line in reversed(lines) if not _LOGGED.match(line)), "")
 
@@ -146,7 +159,7 @@ class WorkerProcess(Task):
 
     @property
     def alive(self) -> bool:
-        """Whether it runs, as far as `look` has seen."""
+        """Whether it runs, as of the last `look`."""
         return self._process is not None
 
     def start(self) -> None:
@@ -176,8 +189,8 @@ class WorkerProcess(Task):
     def look(self) -> bool:
         """Return whether it has ended since the last look; its entry then has the exit code.
 
-        What a worker that died has left running dies with it. That is done before the process is
-        reaped: until then the number of its group is not given to anybody else.
+        What a dead worker has left running is killed before the worker is reaped: until then its
+        process group id is not reused.
         """
         if self._process is None:
             return False
@@ -206,7 +219,7 @@ class WorkerProcess(Task):
 
 
 def describe_exit(code: int) -> str:
-    """Say how a process ended.
+    """Describe how a process ended.
 
     >>> describe_exit(-9), describe_exit(3)
     ('was killed by SIGKILL', 'ended with status 3')

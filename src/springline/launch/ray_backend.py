@@ -30,7 +30,7 @@ from springline.launch.worker_actor import Assignment
 
 _log = logging.getLogger("springline")
 _ray: Any = ray  # some of its functions have no types
-_WAIT = 10.0  # seconds after which we report that a worker has no machine
+_WAIT = 10.0  # seconds without a machine after which a worker is reported
 _AGAIN = 60.0  # seconds after which a warning is repeated
 
 
@@ -82,11 +82,11 @@ class RayBackend(Backend):
         self._asked = asked
         self._say = say
         self._warnings = _Warnings(say)
-        self._waiting: set[int] = set()  # ranks that were reported as waiting
+        self._waiting: set[int] = set()  # ranks already reported as waiting
         self._cut_off = False
 
     def begin(self) -> None:
-        """Begin to keep and to watch the center, whose token is written down before it is made."""
+        """Write the center's token, before the center is made, and start to watch it."""
         try:
             write_token(self._claim.path, self._token)
         except OSError as error:
@@ -95,13 +95,13 @@ class RayBackend(Backend):
         super().begin()
 
     def tick(self) -> None:
-        """Report, once, who has no machine for a while."""
+        """Report each worker once that has had no machine for a while."""
         waiting = {worker.entry.rank for worker in self._ranks if worker.waits > _WAIT}
         if new := waiting - self._waiting:
             ranks = ", ".join(map(str, sorted(new)))
-            who = f"Worker {ranks} has" if len(new) == 1 else f"Workers {ranks} have"
+            which = f"Worker {ranks} has" if len(new) == 1 else f"Workers {ranks} have"
             self._say(
-                f"{who} no machine that answers: there are no free resources (each needs "
+                f"{which} no machine that answers: there are no free resources (each needs "
                 f"{_amounts(_resources(self._asked))}), or a node is still starting or gone; see "
                 "`ray status`. If the whole cluster is gone, Ray ends this process within a minute "
                 "or two: start the cluster again, and go on with the same `--run`."
@@ -109,7 +109,7 @@ class RayBackend(Backend):
         self._waiting = waiting
 
     def gone(self, worker: Task, stopping: bool) -> None:
-        """Tell the center, so that nobody waits for it; end a run that cannot go on."""
+        """Report it to the center, so that no round waits for it; end a hopeless run."""
         how = f"{worker.name.capitalize()} {worker.describe_end()}."
         if stopping or worker.refused or worker.entry.exit_code == 0:
             self._center.gone(worker.entry.rank)
@@ -127,18 +127,18 @@ class RayBackend(Backend):
             self._center.gone(worker.entry.rank)
 
     def finish(self, hurried: Callable[[], bool]) -> Path | None:
-        """Keep the center and end it."""
+        """Write the final center and end its actors."""
         self._cut_off = self._is_cut_off()
         if self._cut_off:
             raise CenterError("This machine has left the cluster.")
         return super().finish(hurried)
 
     def release(self) -> None:
-        """Let the actors go."""
+        """Drop the actors."""
         self._center.end()
         _log.removeHandler(self._warnings)
         if self._cut_off:
-            return  # they are gone, and nobody answers
+            return  # the actors are gone with the cluster
         for worker in self._ranks:
             worker.release()
 
@@ -155,7 +155,7 @@ class RayBackend(Backend):
 
 
 class _Warnings(logging.Handler):
-    """Prints what is logged while we call the center, each once in a while."""
+    """Prints warnings about the center, each at most once a minute."""
 
     def __init__(self, say: Say) -> None:
         super().__init__(logging.WARNING)
@@ -163,7 +163,7 @@ class _Warnings(logging.Handler):
         self._said: dict[tuple[str, ...], float] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print it, unless the same was printed a moment ago."""
+        """Print it, unless the same warning was printed within the last minute."""
         args = record.args if isinstance(record.args, tuple) else ()
         what = record.msg, *map(str, args[:1])  # numbers may follow
         if time.monotonic() - self._said.get(what, -_AGAIN) >= _AGAIN:
@@ -172,7 +172,7 @@ class _Warnings(logging.Handler):
 
 
 def connect_with(address: str, directory: str, run: Path) -> None:
-    """Connect again, with a directory that Ray copies to every machine, but for runs in it."""
+    """Reconnect, with a directory that Ray copies to every machine, except for runs in it."""
     ray.shutdown()
     left_out = [f"/{RUNS}/"]
     with contextlib.suppress(ValueError):  # it is elsewhere
@@ -187,7 +187,7 @@ def connect_with(address: str, directory: str, run: Path) -> None:
 
 
 def environment(names: Sequence[str]) -> dict[str, str]:
-    """Return the variables that the user sends along; no other leaves this machine."""
+    """Return the variables of `--env`; no others leave this machine."""
     for name in names:
         if "=" in name:
             raise LaunchError(f"`--env` takes a name, without a value. Received: {name}.")
@@ -200,14 +200,14 @@ def environment(names: Sequence[str]) -> dict[str, str]:
 
 
 def room(asked: ClusterRequest) -> int:
-    """Return for how many workers the cluster has room when nothing else runs there; at least 1."""
+    """Return how many workers fit on the cluster when nothing else runs there; at least 1."""
     total = _ray.cluster_resources()
     fits = [int(total.get(name, 0.0) / amount) for name, amount in _resources(asked).items()]
     return max(1, min(fits, default=1))
 
 
 def check_room(asked: ClusterRequest, workers: int) -> None:
-    """Refuse workers that can never all be there."""
+    """Refuse more workers than fit on the cluster."""
     total, each = _ray.cluster_resources(), _resources(asked)
     if any(workers * amount > total.get(name, 0.0) for name, amount in each.items()):
         raise LaunchError(
@@ -231,7 +231,7 @@ def _resources(asked: ClusterRequest) -> dict[str, float]:
 
 
 def _amounts(amounts: Mapping[str, float]) -> str:
-    """Say amounts of resources.
+    """Format amounts of resources.
 
     >>> _amounts({"CPU": 1.0, "GPU": 0.5})
     '1 CPU and 0.5 GPUs'
@@ -260,13 +260,13 @@ def _find(script: str, asked: ClusterRequest) -> tuple[str | None, str]:
 
 
 def _options(asked: ClusterRequest) -> dict[str, Any]:
-    """Return the options of a worker's actor: Ray restarts it, the launcher retries its calls."""
+    """Return the options of a worker's actor: the launcher restarts it, and retries its calls."""
     return {
         "num_cpus": 1.0 if asked.cpus is None else asked.cpus,
         "num_gpus": asked.gpus or 0.0,
-        "memory": 1,  # of an actor that asks for nothing at all, Ray minds no place
-        "max_restarts": -1,
+        "memory": 1,  # Ray does not place an actor that asks for no resource at all
+        "max_restarts": 0,
         "max_task_retries": 0,
-        "max_concurrency": 4,  # looks, which may be asked twice, and signals
+        "max_concurrency": 4,  # polls, which may be retried, and signals
         "scheduling_strategy": "SPREAD",
     }

@@ -1,6 +1,6 @@
 """What the launcher does for a center on a Ray cluster: names it, watches it, fetches it.
 
-RUN/center/status.json    what the center reported last, for those who watch the run
+RUN/center/status.json    the last status of the center, for monitors
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from springline.launch.directory import CENTER, LaunchError, RunDirectory
 from springline.launch.keeper import Keeper, LostError
 from springline.launch_state import CenterStatus, LaunchState
 
-_EVERY = 1.0  # seconds between two looks at the center
-_ANSWER = 5.0  # seconds that two looks may take
-_TROUBLE = 10.0  # seconds between two questions whether shards are in trouble
+_EVERY = 1.0  # seconds between two polls of the center
+_ANSWER = 5.0  # seconds that two polls may take
+_TROUBLE = 10.0  # seconds between two polls of the shards
 _LEAVING = GRACE + 5.0  # seconds that workers of a launcher that was killed may take to be gone
 _SAVING = 300.0  # seconds that reading and saving a center may take at the end
-_HURRY = 5.0  # seconds of it that are left once somebody is in a hurry
+_HURRY = 5.0  # the same, once the user has asked to stop again
 _log = logging.getLogger("springline")
 
 
 class RayKeeper(Keeper):
-    """Looks at a center on a cluster every second, and fetches it at the end.
+    """Polls a center on a cluster every second, and fetches it at the end.
 
-    Its shards keep checkpoints meanwhile: the whole of it is not sent here every so often, over a
-    link that the workers need.
+    Its shards write checkpoints meanwhile: the center is not sent here in between, over links that
+    the workers need.
 
     Args:
         claim: the run's directory.
@@ -74,26 +74,28 @@ class RayKeeper(Keeper):
         self._token = token
         self._head: Any = None
         self._last: CenterStatus | None = None
-        self._lost = False  # whether it was there, and is not any more
+        self._lost = False  # whether it was there and is gone
         self._looks = 0
         self._shards: dict[str, Trouble] = {}  # what each reported last, by name
         self._ask_shards_at = 0.0
 
     def gone(self, rank: int) -> None:
-        """Tell the center that a worker is gone, so that nobody waits for it."""
+        """Report to the center that a worker is gone, so that no round waits for it."""
         if self._head is not None:
-            with contextlib.suppress(CenterError, RayError):  # it will notice by itself
+            with contextlib.suppress(
+                CenterError, RayError
+            ):  # it will find out from missing heartbeats
                 self._head.tell("leave", rank, None)
 
     def is_lost(self) -> bool:
-        """Whether there was a center and there is none any more; waits for the next look."""
+        """Whether there was a center and it is gone; waits for the next poll."""
         deadline, before = time.monotonic() + _ANSWER, self._looks
         while not self._lost and self._looks < before + 2 and time.monotonic() < deadline:
             time.sleep(0.05)
         return self._lost
 
     def finish(self, hurried: Callable[[], bool] = lambda: False) -> Path | None:
-        """Keep the center for good, when all workers are gone, but do not wait for ever."""
+        """Write the final center when all workers are gone; do not wait forever for the cluster."""
         found: Future[Path | None] = Future()
 
         def finish() -> None:
@@ -112,7 +114,7 @@ class RayKeeper(Keeper):
 
     def _keep(self) -> None:
         while not self._stop.wait(_EVERY):
-            with contextlib.suppress(CenterError, OSError, RayError):  # the next look will do
+            with contextlib.suppress(CenterError, OSError, RayError):  # the next poll may succeed
                 self._look()
             self._looks += 1
 
@@ -135,14 +137,14 @@ class RayKeeper(Keeper):
         self._last.write(self._directory / CENTER)
 
     def _hear_of_trouble(self, center: RayCenter) -> None:
-        """Warn of shards that could not write their checkpoints, or went back to an older one."""
+        """Warn of shards that failed to write a checkpoint, or restarted from an older one."""
         deadline = time.monotonic() + _EVERY
         failed: dict[str, str] = {}
         for name, pending in [(peer.name, peer.ask("trouble")) for peer in center.shards]:
             try:
                 trouble: Trouble = pending.result(max(0.0, deadline - time.monotonic()))
             except (TimeoutError, PeerLostError):
-                continue  # the next time will do
+                continue  # the next poll may succeed
             before = self._shards.get(name)
             same = before is not None and before.incarnation == trouble.incarnation
             self._shards[name] = trouble
@@ -211,7 +213,7 @@ def open_center(name: str, token: str) -> RayCenter | None:
 def center_name(directory: Path) -> str:
     """Return the name of a run's center: the one that it has, wherever its directory is by now.
 
-    That of a new run is drawn: another machine may have a directory of the same path.
+    A new run gets a random suffix: another machine may have a directory of the same path.
     """
     before = LaunchState.read(directory)
     return (before and before.center) or f"{directory.name}-{uuid.uuid4().hex[:8]}"

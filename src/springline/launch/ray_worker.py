@@ -1,8 +1,8 @@
 """One worker of a run on a Ray cluster: the launcher's end of its actor.
 
-Ray restarts the actor, on another machine if need be. The launcher asks one question, again and
-again: the actor starts a script once for each number, and is sent which bytes of the worker's files
-the launcher has, so that asking twice does no harm.
+An actor runs the script on its machine, across restarts; where the actor dies, the next start
+creates another, wherever Ray has room. The launcher polls it with one idempotent call: each start
+has a number, and the call carries how much of the worker's files the launcher has.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from springline.launch_state import CenterStatus
 from springline.run import Run
 
 _log = logging.getLogger("springline")
-_AGAIN = 0.5  # seconds before an actor that is away is asked again
-_PATIENCE = 5.0  # seconds of silence after which the actor of a worker that is killed is, too
+_AGAIN = 0.5  # seconds before an actor that is unavailable is polled again
+_PATIENCE = 5.0  # seconds without an answer after which a killed worker's actor is killed, too
 
 
 class RayWorker(Task):
@@ -49,28 +49,28 @@ class RayWorker(Task):
         self._actor: Any = None
         self._asked: Any = None  # the answer to come
         self._ask_at = 0.0
-        self._known = ""  # the incarnation of the actor that answered last
+        self._met = False  # whether an actor has ever answered
         self._have: dict[str, Version] = {}  # what we have of each file
         self._start = Start(0, [], False)
         self._alive = self._begun = self._killed = False
         self._away = ""  # why it was lost
-        self._heard = 0.0  # when its actor last answered, or it was to start
+        self._heard = 0.0  # when its actor last answered, or it was started
 
     @property
     def alive(self) -> bool:
-        """Whether it runs, or is about to, as far as `look` has seen."""
+        """Whether it runs or is starting, as of the last `look`."""
         return self._alive
 
     @property
     def waits(self) -> float:
-        """For how many seconds it has had no machine that answers."""
+        """Seconds since its actor last answered."""
         return time.monotonic() - self._heard if self._alive else 0.0
 
     def start(self) -> None:
-        """Let its actor start it."""
+        """Start it through its actor, which is created if there is none."""
         if self._actor is None:
             make = ray.remote(WorkerActor).options(**self._options)
-            self._actor = make.remote(self._assignment)
+            self._actor, self._have = make.remote(self._assignment), {}
         made = CenterStatus.read(self._directory / CENTER) is not None
         self._start = Start(self._start.number + 1, [*self.entry.starts], made)
         self._alive, self._begun, self._killed, self._away = True, False, False, ""
@@ -99,13 +99,13 @@ class RayWorker(Task):
         asked, self._asked = self._asked, None
         try:
             return self._hear(ray.get(asked))
-        except ActorUnavailableError:  # it may answer, or is being restarted
+        except ActorUnavailableError:  # it may answer again
             self._ask_at = time.monotonic() + _AGAIN
             return False
         except RayError as error:
-            if not self._known:  # it has never been there
+            if not self._met:
                 return self._refuse(f"{self.name.capitalize()} cannot start: {_last_line(error)}.")
-            return self._lose(_last_line(error))
+            return self._lose("its actor or its machine died")
 
     def send(self, number: signal.Signals) -> None:
         """Send it a signal."""
@@ -120,11 +120,11 @@ class RayWorker(Task):
         self.send(signal.SIGKILL)
 
     def release(self) -> None:
-        """Let its actor clean up and go: it ends when there is no handle any more."""
+        """Drop the handle of its actor, which then cleans up and ends."""
         self._actor = self._asked = None
 
     def describe_end(self) -> str:
-        """Say how it ended."""
+        """Describe how it ended."""
         if self.entry.exit_code is not None:
             return super().describe_end()
         return f"was lost{f' on {self.entry.machine}' if self.entry.machine else ''}: {self._away}"
@@ -134,13 +134,7 @@ class RayWorker(Task):
         return super().last_words() if self._begun else ""
 
     def _hear(self, news: News) -> bool:
-        self._heard = time.monotonic()
-        if news.actor != self._known:  # its files are others
-            self._known, self._have = news.actor, {}
-            if self._begun:
-                self._away = "its actor or its machine died"
-                return self._end(None)
-        self.entry.machine = news.machine
+        self._heard, self._met, self.entry.machine = time.monotonic(), True, news.machine
         if news.refused:
             return self._refuse(news.refused)
         if not self._begun:
@@ -166,7 +160,7 @@ class RayWorker(Task):
         return self._end(None)
 
     def _lose(self, reason: str) -> bool:
-        """Give the actor up."""
+        """Kill the actor; the next start creates another."""
         with contextlib.suppress(RayError):
             ray.kill(self._actor)
         self._actor = self._asked = None
@@ -174,7 +168,7 @@ class RayWorker(Task):
         return self._end(None)
 
     def _write(self, part: FilePart) -> None:
-        """Write what has come of a file; what cannot be written is left out."""
+        """Write new bytes of a file; what cannot be written is skipped with a warning."""
         self._have[part.name] = part.version
         path = self._directory / part.name
         if part.name not in self._assignment.files:
@@ -192,6 +186,6 @@ class RayWorker(Task):
 
 
 def _last_line(error: Exception) -> str:
-    """Return why an actor is gone, in Ray's words: the last line that says something."""
+    """Return the last line of Ray's error that is not empty: why the actor is gone."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1].rstrip(".") if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""What the user asks of a launch, checked before anything is done."""
+"""The options of a launch, checked before anything is done."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _OPTIONS = {
 
 @dataclass(frozen=True)
 class ClusterRequest(Asked):
-    """What is asked of a Ray cluster."""
+    """The options for a Ray cluster."""
 
     def check(self, ps: int | None, goes_on: bool = True) -> None:
-        """Refuse what cannot be.
+        """Refuse options that contradict each other, or are out of range.
 
         Args:
             ps: how many parameter servers are asked for.
-            goes_on: whether the run may be an earlier one, whose address is known.
+            goes_on: whether the run may be an earlier one, whose address is recorded.
         """
         if not goes_on:
             self._check_address()
@@ -68,7 +68,7 @@ class ClusterRequest(Asked):
             raise LaunchError(f"`--working-dir` must be a directory. Received: {self.working_dir}.")
 
     def absolute(self) -> ClusterRequest:
-        """Return the same, whatever directory one is in."""
+        """Return the same with absolute paths."""
         given = asdict(self)
         if self.storage and self.storage != NO_STORAGE and "://" not in self.storage:
             given["storage"] = str(Path(self.storage).absolute())
@@ -77,7 +77,7 @@ class ClusterRequest(Asked):
         return ClusterRequest(**given)
 
     def over(self, before: Mapping[str, Any] | None, directory: Path) -> ClusterRequest:
-        """Return this, filled in with what an earlier launch here was asked, if any."""
+        """Return this, completed with the options of an earlier launch here, if any."""
         given = {k: v for k, v in asdict(self).items() if v is not None}
         known = {field.name for field in fields(self)}
         asked = {k: v for k, v in (before or {}).items() if k in known}
@@ -104,7 +104,7 @@ class ClusterRequest(Asked):
 
 
 def check_script(script: Path) -> None:
-    """Refuse what is no script."""
+    """Refuse a path that is not a readable script."""
     if sys.platform != "linux":
         raise LaunchError(f"`springline run` needs Linux; this is {sys.platform}.")
     if script.is_dir():

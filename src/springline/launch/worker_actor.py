@@ -1,6 +1,6 @@
 """A worker on a machine of a Ray cluster: an actor that runs the script as a process there.
 
-The process finds a directory of its own as the run's. The launcher keeps asking for what is new in
+The process has its own copy of the run's directory. The launcher polls the actor for what is new in
 it (`ray_worker.py`). The process dies with the actor, and the actor with the launcher.
 """
 
@@ -13,7 +13,6 @@ import socket
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from springline.launch.directory import CENTER
 from springline.launch.process import WorkerProcess, environment
 from springline.run import REPORT, WARNINGS, Run
 
-_POLL = 1.0  # seconds that the launcher's question waits for something new
+_POLL = 1.0  # seconds that a poll of the launcher waits for something new
 _PAUSE = 0.1
 # What Ray sets for its own processes; the script is not one of them.
 _RAYS = {
@@ -43,7 +42,7 @@ Version = tuple[int, int]
 
 @dataclass(frozen=True)
 class Assignment:
-    """What an actor is to do: run a command, of one rank, with these additions to what is set."""
+    """What an actor runs: the command of one rank, with these additions to its environment."""
 
     command: list[str]  # the script, as the user typed it, and its arguments
     directory: str | None  # where it is run; None for where Ray has copied the working directory
@@ -84,9 +83,8 @@ class FilePart:
 
 @dataclass(frozen=True)
 class News:
-    """What is new of a worker."""
+    """What has changed in a worker since the last poll."""
 
-    actor: str  # the actor's incarnation; another one knows nothing of the process
     machine: str
     refused: str | None = None  # why it cannot be started there, if it cannot
     pid: int | None = None
@@ -98,11 +96,11 @@ class News:
 
 
 class WorkerActor:
-    """Runs one worker, as often as it is started, while nothing happens to this machine."""
+    """Runs one worker on this machine, across restarts of the script."""
 
     def __init__(self, assignment: Assignment) -> None:
         self._given = assignment
-        # Drawn with the run's name: one that was killed here has left the same directory.
+        # Named after the run: an actor that was killed here has left the same directory.
         name = f"springline-{assignment.cluster.center}-{assignment.rank}"
         self._directory = Path(tempfile.gettempdir(), name)
         self._directory.mkdir(mode=0o700, exist_ok=True)
@@ -111,8 +109,7 @@ class WorkerActor:
         self._clear()
         util: Any = ray.util
         self._machine = f"{socket.gethostname()} ({util.get_node_ip_address()})"
-        self._id = uuid.uuid4().hex
-        self._turn = threading.Lock()  # calls may come twice
+        self._turn = threading.Lock()  # calls may be retried
         self._started = 0  # the number of the last start
         self._process: WorkerProcess | None = None
 
@@ -122,14 +119,14 @@ class WorkerActor:
         All that the worker has written is in the answer that reports its end.
 
         Args:
-            start: is to be made; None once the launcher knows that it was.
-            have: what the launcher has of each file.
+            start: the start to make; None once the launcher knows that it was made.
+            have: how much the launcher has of each file.
             stopping: whether all workers have been asked to stop.
         """
         refused = self._begin(start) if start else None
         process, run = self._process, Run(self._directory)
-        if process is None or refused:  # this actor is new, or cannot do it
-            return News(self._id, self._machine, refused)
+        if process is None or refused:
+            return News(self._machine, refused)
         if stopping:
             run.stop()
         deadline = time.monotonic() + (0.0 if start else _POLL)
@@ -140,7 +137,7 @@ class WorkerActor:
             parts, stops = tuple(self._parts(have)), run.stopping() and not stopping
             if ended or parts or stops or time.monotonic() >= deadline:
                 left = self._left() if ended else None
-                return News(self._id, self._machine, None, pid, ended, code, stops, parts, left)
+                return News(self._machine, None, pid, ended, code, stops, parts, left)
             time.sleep(_PAUSE)
 
     def send(self, number: int) -> None:
@@ -152,7 +149,7 @@ class WorkerActor:
                 self._process.send(signal.Signals(number))
 
     def __ray_shutdown__(self) -> None:
-        """Leave nothing behind but what is the script's own: the launcher has let go of this."""
+        """Remove all files but the script's own: the launcher has dropped this actor."""
         self.send(signal.SIGKILL)
         self._clear()
         with contextlib.suppress(OSError):
@@ -198,7 +195,7 @@ class WorkerActor:
         return f"{self._directory} on {self._machine}" if others else None
 
     def _parts(self, have: Mapping[str, Version]) -> Iterator[FilePart]:
-        """Yield what the launcher has not."""
+        """Yield what the launcher does not have yet."""
         for name in self._given.files:
             with (
                 contextlib.suppress(OSError),  # it is not there yet

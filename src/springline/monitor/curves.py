@@ -11,8 +11,11 @@ from numpy.typing import NDArray
 
 from springline.center.plan import Plan
 from springline.monitor.metrics import Floats, Series, is_center
+from springline.monitor.sources import gap_of
+from springline.progress import BYTES, DISTANCE, OUTER_RATE
 
 _BREAK = 60.0  # seconds without any worker that are left out where no launcher reports a pause
+_OWN = (DISTANCE, OUTER_RATE)
 _WHOSE = ("train", "training", "test", "local", "worker")
 
 
@@ -60,13 +63,27 @@ class Timeline:
         """
         if self.plan is None:
             return np.zeros_like(time)
-        exchanges = [
-            np.interp(time, series.time, np.maximum.accumulate(series.step), left=0)
-            // self.plan.settings["period"]
-            for series in self.metrics.values()
-        ]
-        done = np.mean(exchanges, axis=0) * max(self.plan.workers, len(exchanges))
-        return np.asarray(2 * self.plan.layout.nbytes * done, float)
+        every = [self._bytes_of(series, time) for series in self.metrics.values()]
+        done = np.mean(every, axis=0) * max(self.plan.workers, len(every))
+        return np.asarray(done, float)
+
+    def _bytes_of(self, series: Series, time: Floats) -> Floats:
+        """Return the bytes that a worker had exchanged: as it logged them, else by its steps."""
+        plan = self.plan
+        if plan is None:
+            return np.zeros_like(time)
+        logged = series.values.get(BYTES, np.empty(0))
+        known = np.isfinite(logged)
+        if known.any():
+            more = np.diff(logged[known], prepend=0.0)
+            more = np.where(more < 0, logged[known], more)  # a restart counts from 0
+            at = np.searchsorted(series.time[known], time, side="right")
+            return np.asarray(np.concatenate([[0.0], np.cumsum(more)])[at], float)
+        gap = gap_of(plan)
+        if gap is None:
+            return np.zeros_like(time)
+        steps = np.interp(time, series.time, np.maximum.accumulate(series.step), left=0)
+        return np.asarray(2 * plan.layout.nbytes / plan.layout.fragments * (steps // gap), float)
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -85,16 +102,21 @@ def split_name(name: str) -> tuple[str, str]:
 def quantities(metrics: dict[int, Series]) -> dict[str, list[str]]:
     """Group the names that were logged by what they measure; loss and accuracy come first.
 
+    What springline adds comes last, the outer learning rate only if it changes.
+
     A prefix says whose it is: `center_loss`, `val_loss` and `loss` are one quantity.
     """
     found: dict[str, list[str]] = {}
     for series in metrics.values():
         for name, values in series.values.items():
-            if np.isfinite(values).any():
+            values = values[np.isfinite(values)]
+            still = name == OUTER_RATE and (values == values[:1]).all()
+            if values.size and not still:
                 names = found.setdefault(split_name(name)[1], [])
                 names += [] if name in names else [name]
+    found.pop(BYTES, None)
     first = ["loss", "accuracy"]
-    order = sorted(found, key=lambda q: first.index(q) if q in first else len(first))
+    order = sorted(found, key=lambda q: first.index(q) if q in first else 2 + (q in _OWN))
     return {quantity: sorted(found[quantity], key=is_center) for quantity in order}
 
 

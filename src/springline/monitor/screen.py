@@ -13,7 +13,6 @@ from types import TracebackType
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console, Group, JustifyMethod, RenderableType
-from rich.filesize import decimal
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -22,12 +21,15 @@ from rich.text import Text
 from springline.center import CenterError
 from springline.monitor.status import NotARunError, State, Status, StatusReader, WorkerStatus
 from springline.monitor.words import (
-    ago,
     clock,
     evaluations_in_words,
+    footer,
+    introduction,
+    line,
     loss_in_words,
     many,
     rule_in_words,
+    whole_steps,
 )
 
 _LIVE_EVERY, _PLAIN_EVERY = 0.25, 5.0  # seconds
@@ -49,10 +51,12 @@ _COLUMNS = {
     "loss": 7,
     "exchanges": 9,
     "ms/exchange": 11,
+    "distance": 8,
     "restarts": 8,
     "state": 12,
 }
-_SPARE = ("exchanges", "restarts", "ms/exchange", "steps/s", "loss")  # the first goes first
+# The first goes first.
+_SPARE = ("exchanges", "restarts", "ms/exchange", "distance", "steps/s", "loss")
 _GAP = 2  # between two columns
 _OTHER_ROWS = 9  # of the live screen, beside the workers'
 
@@ -122,8 +126,8 @@ class Screen:
         if self.status:
             if self.status.settings and not self._introduced:
                 self._introduced = True
-                self._print(_introduction(self.status))
-            self._print(_line(self.status))
+                self._print(introduction(self.status))
+            self._print(line(self.status))
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True, style=None)
@@ -136,7 +140,7 @@ class Screen:
         room = max(4, self._console.height - _OTHER_ROWS - len(evaluations))
         parts = [self._head(status), self._bar(status), self._workers(status, room)]
         parts += [Text(words, no_wrap=True, overflow="ellipsis") for words in evaluations]
-        parts.append(Text(_footer(status), "dim"))
+        parts.append(Text(footer(status), "dim"))
         if self.trouble:
             parts.append(Text(self.trouble, "red"))
         return Group(*parts)
@@ -156,7 +160,7 @@ class Screen:
         words = [many(done, "step")]
         bar = ProgressBar(total=None, pulse=not status.over, pulse_style="cyan")
         if total and status.workers:
-            whole = _whole(status, total)
+            whole = whole_steps(status, total)
             bar = ProgressBar(
                 total=whole, completed=done, complete_style="cyan", finished_style="green"
             )
@@ -174,7 +178,8 @@ class Screen:
     def _workers(self, status: Status, room: int) -> RenderableType:
         shown = status.workers if len(status.workers) <= room else status.workers[: room - 1]
         rows = [_cells(worker) for worker in shown]
-        shows = _fitting(rows, self._console.width)
+        measured = any(worker.distance is not None for worker in shown)
+        shows = _fitting(rows, self._console.width, set() if measured else {"distance"})
         table = Table(
             box=SIMPLE_HEAD,
             show_edge=False,
@@ -216,18 +221,13 @@ def seconds_left(status: Status, total: int) -> float | None:
     return max(max(0, total - w.step) / (w.rate or mean) for w in at_work)
 
 
-def _whole(status: Status, total: int) -> int:
-    """Count the steps of the whole run; a rank that is further than asked for stays there."""
-    return sum(max(total, worker.step) for worker in status.workers)
-
-
-def _fitting(rows: list[list[Text]], width: int) -> list[bool]:
-    """Tell which columns to show: what does not fit is left out, not cut."""
+def _fitting(rows: list[list[Text]], width: int, empty: set[str]) -> list[bool]:
+    """Tell which columns to show: what is empty or does not fit is left out, not cut."""
     wide = {
         name: max(least, *(row[k].cell_len for row in rows), 0)
         for k, (name, least) in enumerate(_COLUMNS.items())
     }
-    left_out: set[str] = set()
+    left_out = set(empty)
     for name in _SPARE:
         kept = [size for column, size in wide.items() if column not in left_out]
         if sum(kept) + _GAP * (len(kept) - 1) > width:
@@ -246,6 +246,7 @@ def _cells(worker: WorkerStatus) -> list[Text]:
         Text(loss, style="bold red" if loss == "NaN/Inf" else ""),
         Text("-" if worker.exchanges is None else f"{worker.exchanges:,}"),
         Text(_milliseconds(worker.milliseconds)),
+        Text("-" if worker.distance is None else f"{worker.distance:.2g}"),
         Text(str(worker.restarts), style="yellow" if worker.restarts else ""),
         Text(f"{sign} {worker.state}", style=style),
     ]
@@ -255,66 +256,3 @@ def _milliseconds(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.2f}" if value < 10 else f"{value:,.1f}"
-
-
-def _footer(status: Status) -> str:
-    words = [_of_center(status)]
-    if status.left_out:
-        words.append(f"{many(status.left_out, 'part')} left out")
-    if status.bad_lines:
-        words.append(f"{many(status.bad_lines, 'bad line')} of metrics left out")
-    return "  ·  ".join(words)
-
-
-def _of_center(status: Status) -> str:
-    if status.version is None and status.ps:
-        return f"the center is on {many(status.ps, 'parameter server')}"
-    age = status.checkpoint_age
-    if status.version is None and age is not None and not status.settings:
-        return f"the center is with the workers  ·  checkpoint {ago(age)}"
-    if status.version is None:
-        return "no center yet" if not status.settings else "the center is gone; no checkpoint"
-    words = [f"center version {status.version:,}"]
-    if age is not None or not status.on_cluster:
-        words.append("no checkpoint yet" if age is None else f"checkpoint {ago(age)}")
-    words.append(f"{decimal(status.bytes_exchanged)} exchanged")
-    return "  ·  ".join(words)
-
-
-def _introduction(status: Status) -> str:
-    rule, workers = rule_in_words(status.settings), many(len(status.workers), "worker")
-    return f"{status.directory}: {rule}, {workers}"
-
-
-def _line(status: Status) -> str:
-    workers, total = status.workers, status.total
-    done = sum(worker.step for worker in workers)
-    words = [clock(status.elapsed)]
-    if total and workers:
-        whole = _whole(status, total)
-        words.append(f"{done:,} of {whole:,} steps ({math.floor(100 * done / whole)}%)")
-    else:
-        words.append(many(done, "step"))
-    rates = [worker.rate for worker in workers if worker.rate is not None]
-    if rates:
-        words.append(f"{sum(rates):,.1f} steps/s")
-    losses = [worker.loss for worker in workers if worker.loss is not None]
-    finite = [loss for loss in losses if not math.isnan(loss)]
-    if finite:
-        words.append(f"loss {loss_in_words(sum(finite) / len(finite))}")
-    if len(losses) > len(finite):
-        words.append(f"loss NaN/Inf in {many(len(losses) - len(finite), 'worker')}")
-    words += evaluations_in_words(status.evaluations)
-    if status.version is not None:
-        words.append(f"version {status.version:,}")
-        words.append(f"{decimal(status.bytes_exchanged)} exchanged")
-    if status.left_out:
-        words.append(f"{many(status.left_out, 'part')} left out")
-    if status.bad_lines:
-        words.append(f"{many(status.bad_lines, 'bad line')} of metrics left out")
-    restarts = sum(worker.restarts for worker in workers)
-    if restarts:
-        words.append(many(restarts, "restart"))
-    states = Counter(worker.state for worker in workers)
-    words.append(", ".join(f"{count} {state}" for state, count in states.items()))
-    return "  ".join(word for word in words if word)

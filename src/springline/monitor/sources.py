@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from springline.monitor.metrics import (
     open_metrics,
     training_loss,
 )
+from springline.progress import DISTANCE, OUTER_RATE
 
 _WINDOW = 5.0  # seconds over which speeds are measured
 _STALLED = 2.0  # seconds without a change, where changes used to come faster
@@ -54,7 +56,7 @@ class CenterState:
         # A synchronous center's version counts rounds, any other's exchanges.
         rounds = self.plan.rounds
         done = sum(rank.exchanges for rank in self.progress) if rounds else self.version or 0
-        return 2 * self.plan.layout.nbytes * done
+        return 2 * self.plan.layout.nbytes * done // self.plan.layout.fragments
 
 
 class CenterReader:
@@ -83,7 +85,7 @@ class CenterReader:
             center = self._center
             progress = center.progress()
             if center.memory.head[BASE]:  # it began with a checkpoint, its counters did not
-                progress = [_at_least(rank, self._plan.settings["period"]) for rank in progress]
+                progress = _at_least(progress, self._plan, center.version)
             self._last = CenterState(
                 self._plan,
                 center.version,
@@ -134,8 +136,8 @@ class CenterReader:
         found = describe(saved)
         if self._last.version is not None and self._last.version >= found.version:
             return replace(self._last, members=())
-        done = [_at_least(Progress(n, 0, 0.0), plan.settings["period"]) for n in found.steps]
-        return CenterState(plan, found.version, tuple(done))
+        done = [Progress(n, 0, 0.0) for n in found.steps]
+        return CenterState(plan, found.version, tuple(_at_least(done, plan, found.version)))
 
 
 class Recent:
@@ -194,6 +196,8 @@ class RankReader:
         self.evaluations: dict[str, Evaluation] = {}  # the last, by name
         self._exchanges = Recent()
         self._logged = 0
+        self.distance: float | None = None  # from the center, at the last exchange that it logged
+        self.outer_rate: Evaluation | None = None  # of that exchange
         self.steps = Recent()
         self.step = 0
         self.first: float | None = None  # when it logged first and last
@@ -229,6 +233,9 @@ class RankReader:
             if line.time >= started:
                 self.steps.add(line.time, line.step)
             self.last, self._logged = line.time, line.step
+            self.distance = line.values.get(DISTANCE, self.distance)
+            if OUTER_RATE in line.values:
+                self.outer_rate = Evaluation(line.time, line.step, line.values[OUTER_RATE])
             self._losses |= {k: v for k, v in line.values.items() if k.endswith("loss")}
             self.evaluations |= {
                 name: Evaluation(line.time, line.step, value)
@@ -249,6 +256,19 @@ def _first_time(path: Path) -> float | None:
     return line.time if line else None
 
 
-def _at_least(rank: Progress, period: int) -> Progress:
-    """Count the exchanges before a checkpoint by the steps that it knows."""
-    return replace(rank, exchanges=max(rank.exchanges, -(-rank.steps // period)))
+def gap_of(plan: Plan) -> int | None:
+    """Return the local steps between two exchanges; None if they follow a schedule."""
+    period = plan.settings["period"]
+    return None if isinstance(period, str) else max(1, period // plan.layout.fragments)
+
+
+def _at_least(ranks: Sequence[Progress], plan: Plan, version: int) -> list[Progress]:
+    """Count the exchanges before a checkpoint by the steps and the version that it knows."""
+    gap, total = gap_of(plan), sum(rank.steps for rank in ranks)
+
+    def exchanges(steps: int) -> int:
+        if gap is not None or not total:
+            return -(-steps // (gap or 1))
+        return version * (steps > 0) if plan.rounds else round(version * steps / total)
+
+    return [replace(r, exchanges=max(r.exchanges, exchanges(r.steps))) for r in ranks]

@@ -44,6 +44,7 @@ class WorkerStatus:
     exchanges: int | None = 0  # None if nobody counts them
     milliseconds: float | None = None  # per exchange, over the last few seconds
     restarts: int = 0
+    distance: float | None = None  # from the center at its last exchange, ‖x − c‖/‖c‖
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Status:
     left_out: int = 0  # parts that exchanges were made without, since somebody kept them locked
     on_cluster: bool = False  # its center, whose shards keep checkpoints of their own
     bad_lines: int = 0  # of the metrics, which were skipped
+    outer_rate: float | None = None  # the outer learning rate of the last exchange
 
 
 class StatusReader:
@@ -111,6 +113,7 @@ class StatusReader:
             left_out=center.left_out,
             on_cluster=bool(launch and launch.cluster),
             bad_lines=sum(rank.bad_lines for rank in self._ranks.values()),
+            outer_rate=self._outer_rate(),
         )
 
     def close(self) -> None:
@@ -146,6 +149,7 @@ class StatusReader:
             exchanges=done.exchanges if done else counted,
             milliseconds=rank.milliseconds,
             restarts=entry.restarts if entry else 0,
+            distance=rank.distance,
         )
 
     def _evaluations(self) -> dict[str, Evaluation]:
@@ -155,6 +159,10 @@ class StatusReader:
                 if name not in last or found.time > last[name].time:
                     last[name] = found
         return last
+
+    def _outer_rate(self) -> float | None:
+        found = [rank.outer_rate for rank in self._ranks.values() if rank.outer_rate]
+        return max(found, key=lambda rate: rate.time).value if found else None
 
     def _saved(self, launch: LaunchState | None) -> float | None:
         times = [launch.checkpoint] if launch and launch.checkpoint else []

@@ -2,8 +2,19 @@
 
 from springline.rules.agn import AGN
 from springline.rules.average import ModelAverage
+from springline.rules.diloco import AsyncDiLoCo, DiLoCo, SlowMo
 from springline.rules.elastic import ElasticAverage
-from springline.rules.outer import SGD, Adagrad, Adam, Momentum, Nesterov, Outer
+from springline.rules.optimizers import (
+    SGD,
+    Adagrad,
+    Adam,
+    BlockMomentum,
+    DelayedNesterov,
+    Momentum,
+    Nesterov,
+    SlowMomentum,
+)
+from springline.rules.outer import Outer
 from springline.rules.rule import Rule
 
 __all__ = [
@@ -11,10 +22,16 @@ __all__ = [
     "SGD",
     "Adagrad",
     "Adam",
+    "AsyncDiLoCo",
+    "BlockMomentum",
+    "DelayedNesterov",
+    "DiLoCo",
     "ElasticAverage",
     "ModelAverage",
     "Momentum",
     "Nesterov",
     "Outer",
     "Rule",
+    "SlowMo",
+    "SlowMomentum",
 ]

@@ -25,17 +25,22 @@ class AGN(Rule):
         period: τ, local steps between two exchanges.
         workers: p, the configured number of workers.
         outer: the outer optimizer, with the inner one's settings.
+        fixed_rate: whether all workers step with the outer optimizer's own learning rate. By
+            default each worker's current one travels with its messages.
     """
 
     outer: Outer
+    fixed_rate: bool = False
 
     name: ClassVar[str] = "agn"
     accumulates: ClassVar[bool] = True
 
     def settings(self) -> dict[str, Any]:
-        """The learning rate is not among them: it travels with every message."""
-        outer = {k: v for k, v in self.outer.settings().items() if k != "learning_rate"}
-        return super().settings() | {"outer": outer}
+        """A learning rate that travels with every message is not among them."""
+        settings = super().settings()
+        if not self.fixed_rate:
+            settings["outer"].pop("learning_rate", None)
+        return settings
 
     def contribute(self, x: Array, a: Array, base: Array, n: int, out: Array) -> Array:
         """`a/τ`, or a divided by the number of gradients it holds."""

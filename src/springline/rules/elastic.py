@@ -22,7 +22,11 @@ class ElasticAverage(Rule):
     δ = α(x − c)      c ← c + δ      x ← x − δ      c̃ ← the c that was read
     ```
     Asynchronous. The same δ is added on one side and subtracted on the other, so that `x + c` is
-    conserved, even if `c` moved between the read and the add. The loss gains `ρ·½‖x − c̃‖²`.
+    conserved, even if `c` moved between the read and the add.
+
+    The loss gains `ρ·½‖x − c̃‖²`, of all that is trained: in every step each parameter's gradient
+    gains `ρ(x − c̃)`, also one that had none, and also rows of an embedding that the step did not
+    use.
 
     Alone, at the default rate, the center moves onto the worker and the worker not at all: that is
     plain training, to the bit.
@@ -89,6 +93,11 @@ class ElasticAverage(Rule):
     @property
     def keeps_base(self) -> bool:
         """`c̃` is needed for the penalty only."""
+        return self.penalizes
+
+    @property
+    def penalizes(self) -> bool:
+        """With ρ = 0 there is nothing to add."""
         return self.rho > 0
 
     def settings(self) -> dict[str, Any]:

@@ -20,14 +20,17 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from springline.checks import at_least_one
+from springline.errors import SettingsError
+from springline.rules.fragments import Fragments
 from springline.rules.outer import Exchange, Outer
+from springline.rules.period import Gaps, Period, check, described
 
 Array = NDArray[Any]
 
@@ -37,21 +40,34 @@ class Rule(ABC):
     """Hyperparameters that every rule has, and what it does with a block.
 
     Args:
-        period: τ, local steps between two exchanges.
+        period: τ, local steps between two exchanges of the whole model: a number, one of
+            `springline.schedule`, or a function of the step at which a period begins.
         workers: p, the configured number of workers, fixed for the run.
+        fragments: into how many parts of about the same size the model is cut, or their parameters
+            by name (the beginnings of names will do). Parts are exchanged in turn, one every τ/F
+            steps.
     """
 
-    period: int = 10
+    period: Period = 10
     workers: int = 1
+    fragments: Fragments = 1
 
     name: ClassVar[str]
     rounds: ClassVar[bool] = False  # an exchange is a round of all live workers
     accumulates: ClassVar[bool] = False  # the worker keeps `a`; entries without one are skipped
+    sends_rates: ClassVar[bool] = False  # the worker's learning rates go with its messages
     adopts_seen: ClassVar[bool] = False  # `adopt` takes `c` from before the step, not after it
 
     def __post_init__(self) -> None:
-        at_least_one("period", self.period, "It is the number of local steps between exchanges.")
+        check(self.period)
         at_least_one("workers", self.workers, "It is the number of workers of the run.")
+        if not isinstance(self.fragments, Sequence) or isinstance(self.fragments, str):
+            at_least_one("fragments", self.fragments, "Or give lists of parameters' names.")
+        if not callable(self.period) and self.period % self.fragment_count:
+            raise SettingsError(
+                f"`period` must be a multiple of the number of fragments, {self.fragment_count}: "
+                f"one is exchanged every period/fragments steps. Received: period={self.period}."
+            )
 
     if TYPE_CHECKING:  # a field of some rules, a property of others
 
@@ -60,8 +76,37 @@ class Rule(ABC):
             """What turns the reduced message into the next center."""
 
     @property
+    def fragment_count(self) -> int:
+        """F, into how many fragments the model is cut."""
+        return len(self.fragments) if isinstance(self.fragments, Sequence) else self.fragments
+
+    def gaps(self) -> Gaps:
+        """Return the steps from one exchange to the next."""
+        return Gaps(self.period, self.fragment_count)
+
+    @property
+    def delay(self) -> int:
+        """Local steps from making a message to adopting the center."""
+        return 0
+
+    @property
+    def mixing(self) -> float:
+        """The share of its own way that a worker keeps when it adopts the center."""
+        return 0.0
+
+    @property
+    def paced(self) -> bool:
+        """Whether a slower worker makes fewer steps in a period."""
+        return False
+
+    @property
     def keeps_base(self) -> bool:
         """Whether the worker keeps `base`."""
+        return False
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether the loss gains a penalty, so that every parameter has a gradient."""
         return False
 
     @property
@@ -70,13 +115,26 @@ class Rule(ABC):
         return self.keeps_base and not self.adopts_seen
 
     @property
+    def belongs_to_a_round(self) -> bool:
+        """Whether a worker's message may be contributed to one round only, not to a later one."""
+        return self.measures_from_base or self.fragment_count > 1 or callable(self.period)
+
+    @property
     def follows(self) -> bool:
         """Whether an exchange makes the center the worker's own `x`, which stays as it is."""
         return False
 
     def settings(self) -> dict[str, Any]:
         """What all workers of a center must agree on, as JSON values."""
-        return {"rule": self.name, "period": int(self.period), "workers": int(self.workers)}
+        period, p = described(self.period, self.fragment_count), int(self.workers)
+        settings: dict[str, Any] = {"rule": self.name, "period": period, "workers": p}
+        if isinstance(self.fragments, Sequence):
+            settings["fragments"] = [list(names) for names in self.fragments]
+        elif self.fragments > 1:
+            settings["fragments"] = int(self.fragments)
+        if any(field.name == "outer" for field in fields(self)):
+            settings["outer"] = self.outer.settings()
+        return settings
 
     @abstractmethod
     def contribute(self, x: Array, a: Array, base: Array, n: int, out: Array) -> Array:
@@ -119,7 +177,10 @@ def reduce(messages: Sequence[Array], weights: Sequence[float], out: Array, work
         for message, weight in zip(others, weights[1:], strict=True):
             np.add(total, message if weight == 1 else message * weight, out=work)
             total = work
-        np.divide(total, n, out=out)
+        if n & (n - 1):
+            np.divide(total, n, out=out)
+        else:  # the same, and faster
+            np.multiply(total, 1 / n, out=out)
     except FloatingPointError:  # the sum is too large, the mean is not
         np.multiply(first, weights[0] / n, out=work)
         for message, weight in zip(others, weights[1:], strict=True):

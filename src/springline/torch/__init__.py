@@ -9,10 +9,19 @@ except ModuleNotFoundError as error:
     ) from error
 
 from springline.center.collective import Collective
+from springline.torch.diloco import AsyncDiLoCoOptimizer, DiLoCoOptimizer, SlowMoOptimizer
 from springline.torch.optimizers import (
     AGNOptimizer,
     ElasticAverageOptimizer,
     ModelAverageOptimizer,
 )
 
-__all__ = ["AGNOptimizer", "Collective", "ElasticAverageOptimizer", "ModelAverageOptimizer"]
+__all__ = [
+    "AGNOptimizer",
+    "AsyncDiLoCoOptimizer",
+    "Collective",
+    "DiLoCoOptimizer",
+    "ElasticAverageOptimizer",
+    "ModelAverageOptimizer",
+    "SlowMoOptimizer",
+]

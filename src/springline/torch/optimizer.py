@@ -1,4 +1,4 @@
-"""What the three optimizers have in common: an inner optimizer and a worker."""
+"""What all our optimizers have in common: an inner optimizer and a worker."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from pathlib import Path
 import torch
 
 from springline import run as runs
+from springline import worker_state
 from springline.center import Center, LocalCenter, SharedCenter
-from springline.checks import seconds, true_or_false
+from springline.checks import seconds
 from springline.progress import finish_all, finish_at_exit, note_optimizer
 from springline.rules.rule import Rule
-from springline.torch import state as worker_state
 from springline.torch.binding import Binding, Mirror, allocator, to_numpy
 from springline.torch.naming import Group, Named, float_buffers, name_parameters
 from springline.torch.outer import first_state
-from springline.torch.overlap import Overlap
 from springline.torch.reading import CenterReader
 from springline.torch.resolve import AnyCenter, resolve, warn_of_replicas
 from springline.torch.wrapper import Closure, State
@@ -30,7 +29,7 @@ MakeRule = Callable[[int, list[Named]], Rule]
 
 
 class CenterOptimizer(CenterReader):
-    """A torch optimizer whose worker exchanges with a center. Use one of the three subclasses.
+    """A torch optimizer whose worker exchanges with a center. Use one of its subclasses.
 
     A step:
 
@@ -53,15 +52,14 @@ class CenterOptimizer(CenterReader):
         keep_own_weights: bool = False,
     ) -> None:
         super().__init__(optimizer)
-        true_or_false("overlap", overlap)
         self._model = model
         self._make_rule = make_rule
-        self._overlapping = overlap
         self._options: State = {
             "use_locking": use_locking,
             "synchronous": synchronous,
             "timeout": timeout,
             "keep_own_weights": keep_own_weights,
+            "overlap": overlap,
         }
         self._process = os.getpid()
         self._attach(*resolve(center, runs.Run.from_environment()))
@@ -91,18 +89,18 @@ class CenterOptimizer(CenterReader):
             **self._options,
         )
         self.binding = Binding(self.worker, parameters, self._model)
-        self.binding.gather()  # half precision rounds
-        self.worker.note_start()
         self._entries = {id(p): self.worker.layout.index[n] for n, p in parameters.items()}
-        self._overlap = Overlap(self.worker, self.binding) if self._overlapping else None
         local = self.worker.local
-        kept = local.base if local.a is None else local.a
+        kept = local.base if self.worker.rule.penalizes else local.a  # what a step looks at
         self._mirror = Mirror(self.worker.layout, kept, parameters)
+        self.worker.bind(self._gather, self._scatter)
+        self.worker.note_start()  # again: half precision rounds
 
     def _step(self, closure: Closure | None) -> float | None:
         self._check_not_swapped()
-        if self._overlap:
-            self._overlap.settle()
+        background = self.worker.background
+        if background:
+            background.settle()
         if not self.worker.begun and not self._begin() and closure is None:
             return None  # its gradient was made elsewhere
         loss = None
@@ -112,22 +110,17 @@ class CenterOptimizer(CenterReader):
         else:
             loss = self._step_with(closure)
         due = self.worker.advance()
-        if self._overlap:
-            if due:
-                self._before_exchange()
-            if self._overlap.step(due):
-                self._after_exchange()
+        if background:
+            background.step(due)
         elif due:
-            self._exchange()
+            self.worker.exchange()
         return loss
 
     def _begin(self) -> bool:
         """Agree with the center before the first step; whether gradients that are there count."""
         warn_of_replicas(self.binding.parameters.values())
-        self.binding.gather()
         kept = self.worker.begin()
-        self.binding.scatter()
-        self._after_exchange()
+        self._scatter()
         return kept
 
     def _step_with(self, closure: Closure) -> float:
@@ -140,14 +133,15 @@ class CenterOptimizer(CenterReader):
 
         return self.inner.step(observed)
 
-    def _exchange(self) -> None:
+    def _gather(self) -> None:
+        """Bring what an exchange needs into the worker's buffers."""
         self._before_exchange()
         self.binding.gather()
-        try:
-            self.worker.exchange()
-        finally:
-            self.binding.scatter()
-            self._after_exchange()
+
+    def _scatter(self) -> None:
+        """Bring what an exchange has changed to where it is used."""
+        self.binding.scatter()
+        self._after_exchange()
 
     # What the rules do differently.
 
@@ -165,9 +159,15 @@ class CenterOptimizer(CenterReader):
         """Take what the rule keeps beside the parameters."""
 
     def wait(self) -> None:
-        """Wait for an exchange in the background (`overlap=True`) and fold it in."""
-        if self._overlap and self._overlap.wait():
-            self._after_exchange()
+        """Wait for an exchange in the background (`overlap=True`) and fold it in.
+
+        With a delay it is folded in when that has passed: only its snapshot is waited for.
+        """
+        background = self.worker.background
+        if background and self.worker.rule.delay:
+            background.settle()
+        elif background:
+            background.wait()
 
     def take_center(self) -> None:
         """Go on from the center as a restarted worker does, for instance after NaN.
@@ -176,14 +176,7 @@ class CenterOptimizer(CenterReader):
         exchanged.
         """
         self._check_not_swapped()
-        if self._overlap:
-            self._overlap.drop()
         self.worker.take_center()
-        self.binding.scatter()
-        self._after_exchange()
-        if not self.worker.begun:
-            self.binding.gather()  # half precision rounds
-            self.worker.note_start()
         self.inner.state.clear()
         for group in self.param_groups:
             for p in group["params"]:
@@ -196,13 +189,7 @@ class CenterOptimizer(CenterReader):
             return
         self._check_not_swapped()
         atexit.unregister(self._at_exit)
-        try:
-            with self.worker:  # exchanges at the end of the block, and leaves in any case
-                self.wait()
-                self._before_exchange()
-                self.binding.gather()
-        finally:
-            self.binding.scatter()
+        self.worker.finish()
         self._write_extras()
 
     def final(self, timeout: float | None = None) -> bool:
@@ -267,8 +254,8 @@ class CenterOptimizer(CenterReader):
         if not worker_state.own_center(self.worker):  # the center decides, and the others' steps
             self.inner.load_state_dict(state)
             return
-        if self._overlap:
-            self._overlap.drop()  # it belongs to what is replaced
+        if self.worker.background:
+            self.worker.background.drop()  # it belongs to what is replaced
         self.inner.load_state_dict(state)
         if ours is not None:
             self._load_worker_state(ours)
@@ -276,7 +263,7 @@ class CenterOptimizer(CenterReader):
     def _worker_state(self) -> State:
         self.wait()
         self._mirror.down()
-        return worker_state.save(self.worker)
+        return worker_state.save(self.worker, lambda array: torch.from_numpy(array.copy()))
 
     def _load_worker_state(self, state: State) -> None:
         worker_state.load(self.worker, state)

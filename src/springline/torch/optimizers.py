@@ -1,4 +1,4 @@
-"""The three optimizers. Each wraps any torch optimizer, and is one."""
+"""The three optimizers that TensorFlow had. Each wraps any torch optimizer, and is one."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from springline.checks import at_least_one
 from springline.rules import AGN, ElasticAverage, ModelAverage, Outer
+from springline.rules.fragments import Fragments
+from springline.rules.period import Period
 from springline.rules.rule import Rule
 from springline.torch.naming import Named
 from springline.torch.optimizer import CenterOptimizer
 from springline.torch.outer import MakeOptimizer, TorchOuter, outer_of
 from springline.torch.resolve import AnyCenter
 from springline.torch.wrapper import State
-
-_PERIOD = "It is the number of local steps between two exchanges."
 
 
 class ElasticAverageOptimizer(CenterOptimizer):
@@ -26,10 +25,15 @@ class ElasticAverageOptimizer(CenterOptimizer):
         optimizer: any torch optimizer, made with the model's parameters.
         model: the model; gives parameters their names, and lets its floating-point buffers travel
             with the center.
-        period: τ, local steps between two exchanges.
+        period: τ, local steps between two exchanges of the whole model: a number, one of
+            `springline.schedule`, or a function of the step.
         moving_rate: α in (0, 1], by default 0.9 / workers as in the authors' own code;
             TensorFlow's default was τ times weaker.
-        rho: ρ, the exploration penalty; 0 costs nothing.
+        rho: ρ, the exploration penalty: the loss gains `ρ·½‖x − c̃‖²`, with `c̃` the center as it
+            was at the last exchange. It is of all parameters that need a gradient: one without any
+            gets `ρ(x − c̃)`, and a sparse gradient gets all rows. 0 costs nothing.
+        fragments: into how many parts the model is cut, or lists of their parameters' names (or the
+            beginnings of names); one is exchanged every period/fragments steps.
         use_locking: whether an exchange is atomic, per part of the center.
         synchronous: whether all workers wait for each other before the first step.
         overlap: exchange in the background; the training loop waits for nobody.
@@ -50,9 +54,10 @@ class ElasticAverageOptimizer(CenterOptimizer):
         optimizer: torch.optim.Optimizer,
         *,
         model: torch.nn.Module | None = None,
-        period: int = 10,
+        period: Period = 10,
         moving_rate: float | None = None,
         rho: float = 0.0,
+        fragments: Fragments = 1,
         use_locking: bool = True,
         synchronous: bool = False,
         overlap: bool = False,
@@ -60,10 +65,14 @@ class ElasticAverageOptimizer(CenterOptimizer):
         timeout: float | None = None,
         keep_own_weights: bool = False,
     ) -> None:
-        at_least_one("period", period, _PERIOD)
-
         def rule(workers: int, _: list[Named]) -> Rule:
-            return ElasticAverage(period=period, workers=workers, moving_rate=moving_rate, rho=rho)
+            return ElasticAverage(
+                period=period,
+                workers=workers,
+                fragments=fragments,
+                moving_rate=moving_rate,
+                rho=rho,
+            )
 
         super().__init__(
             optimizer,
@@ -85,31 +94,26 @@ class ElasticAverageOptimizer(CenterOptimizer):
     @torch.no_grad()
     def _pull(self) -> None:
         """`g ← g + ρ(x − c̃)`."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                if p.grad.is_sparse:
-                    p.grad = self._pull_rows(p, p.grad.coalesce())
-                else:
-                    p.grad.add_(p.detach() - self._copy_of(p), alpha=self._rho)
+        for p in self._trained():
+            pull = p.detach() - self._copy_of(p)
+            if p.grad is None:
+                p.grad = (self._rho * pull).to(p.dtype)
+            elif p.grad.is_sparse:  # and stays so, for optimizers that take no other
+                whole = p.grad.to_dense().add_(pull, alpha=self._rho)
+                p.grad = whole.to_sparse(p.grad.sparse_dim())
+            else:
+                p.grad.add_(pull, alpha=self._rho)
 
-    def _pull_rows(self, p: Tensor, g: Tensor) -> Tensor:
-        """Return a sparse gradient with the penalty of its own rows: it stays sparse."""
-        rows = tuple(g.indices())
-        pull = p.detach()[rows] - self._copy_of(p)[rows]
-        values = g.values().add(pull.to(g.dtype), alpha=self._rho)
-        return torch.sparse_coo_tensor(
-            g.indices(), values, g.shape, is_coalesced=True, check_invariants=False
-        )
+    def _trained(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
 
     @torch.no_grad()
     def _penalty(self) -> float:
         """`ρ·½‖x − c̃‖²`."""
         if not self._rho:
             return 0.0
-        trained = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
-        return self._rho / 2 * sum(float((p - self._copy_of(p)).square().sum()) for p in trained)
+        pulls = [p - self._copy_of(p) for p in self._trained()]
+        return self._rho / 2 * sum(float(pull.square().sum()) for pull in pulls)
 
     def _copy_of(self, p: Tensor) -> Tensor:
         return self._mirror.tensors[id(p)]
@@ -125,7 +129,10 @@ class ModelAverageOptimizer(CenterOptimizer):
         optimizer: any torch optimizer, made with the model's parameters.
         model: the model; gives parameters their names, and lets its floating-point buffers travel
             with the center.
-        period: τ, local steps between two rounds.
+        period: τ, local steps between two rounds of the whole model: a number, one of
+            `springline.schedule`, or a function of the step.
+        fragments: into how many parts the model is cut, or lists of their parameters' names (or the
+            beginnings of names); one is exchanged every period/fragments steps.
         use_locking: whether a shard is reduced under its lock.
         overlap: meet in the background, until the next round is due.
         center: a center, the directory of a shared one, or a `torch.distributed` process group. By
@@ -140,17 +147,17 @@ class ModelAverageOptimizer(CenterOptimizer):
         optimizer: torch.optim.Optimizer,
         *,
         model: torch.nn.Module | None = None,
-        period: int = 10,
+        period: Period = 10,
+        fragments: Fragments = 1,
         use_locking: bool = True,
         overlap: bool = False,
         center: AnyCenter = None,
         timeout: float | None = None,
         keep_own_weights: bool = False,
     ) -> None:
-        at_least_one("period", period, _PERIOD)
         super().__init__(
             optimizer,
-            lambda workers, _: ModelAverage(period=period, workers=workers),
+            lambda workers, _: ModelAverage(period=period, workers=workers, fragments=fragments),
             model=model,
             center=center,
             use_locking=use_locking,
@@ -171,9 +178,12 @@ class AGNOptimizer(CenterOptimizer):
         optimizer: any torch optimizer, made with the model's parameters.
         model: the model; gives parameters their names, and lets its floating-point buffers travel
             with the center.
-        period: τ, local steps between two exchanges.
+        period: τ, local steps between two exchanges of the whole model: a number, one of
+            `springline.schedule`, or a function of the step.
         outer: the outer optimizer: one of `springline.outer`, with a learning rate of its own, or a
             function that makes a torch optimizer of a list of parameters.
+        fragments: into how many parts the model is cut, or lists of their parameters' names (or the
+            beginnings of names); one is exchanged every period/fragments steps.
         use_locking: whether an exchange is atomic, per part of the center; False only with SGD
             without momentum as the outer optimizer, since all others have state.
         synchronous: whether all workers wait for each other before the first step.
@@ -190,8 +200,9 @@ class AGNOptimizer(CenterOptimizer):
         optimizer: torch.optim.Optimizer,
         *,
         model: torch.nn.Module | None = None,
-        period: int = 10,
+        period: Period = 10,
         outer: Outer | MakeOptimizer | None = None,
+        fragments: Fragments = 1,
         use_locking: bool = True,
         synchronous: bool = False,
         overlap: bool = False,
@@ -199,13 +210,18 @@ class AGNOptimizer(CenterOptimizer):
         timeout: float | None = None,
         keep_own_weights: bool = False,
     ) -> None:
-        at_least_one("period", period, _PERIOD)
-        self._own_rates = outer is not None
+        self._fixed_rate = outer is not None
 
         def rule(workers: int, named: list[Named]) -> Rule:
             twin = TorchOuter(optimizer, {n.name: n.group for n in named})
             made = twin if outer is None else outer_of(outer, named)
-            return AGN(period=period, workers=workers, outer=made)
+            return AGN(
+                period=period,
+                workers=workers,
+                fragments=fragments,
+                outer=made,
+                fixed_rate=self._fixed_rate,
+            )
 
         # The parameters that had a gradient in the last step and their parts of `a`; the others.
         self._with_gradient: list[Tensor] = []
@@ -223,14 +239,11 @@ class AGNOptimizer(CenterOptimizer):
             timeout=timeout,
             keep_own_weights=keep_own_weights,
         )
-        made = self.worker.rule.outer
-        if self._own_rates and isinstance(made, TorchOuter):
-            self.worker.set_learning_rate(made.rates)
 
     def _observe(self) -> None:
         """`a ← a + g`, in one call where the same parameters have a gradient as the step before."""
         local = self.worker.local
-        if local.gradients and self._sums:
+        if self._sums and local.gradients.all():
             gradients: list[Any] = [p.grad for p in self._with_gradient]
             odd = any(g is None or g.requires_grad for g in gradients)
             if not odd and all(p.grad is None for p in self._without_gradient):
@@ -264,7 +277,7 @@ class AGNOptimizer(CenterOptimizer):
 
     def _before_exchange(self) -> None:
         self._mirror.down()
-        if self._own_rates:
+        if self._fixed_rate:
             return
         for group in self.param_groups:
             for p in group["params"]:

@@ -92,12 +92,12 @@ class TorchOuter(Outer):
         plain = type(inner) is torch.optim.SGD  # the only one without state
         self.stateless = plain and not any(g.get("momentum") for g in self._groups.values())
 
-    def rate(self, name: str) -> float:
+    def rate(self, name: str, number: int) -> float:
         """Return the learning rate of a parameter's group."""
-        return self.rates.get(name, self.learning_rate)
+        return self.rates.get(name, 0.0)
 
     def settings(self) -> dict[str, Any]:
-        """Return the kind, and each parameter's settings where they differ from the first's."""
+        """Return the kind, the rate, and each parameter's settings where the first's differ."""
         plain = {
             name: json.loads(
                 json.dumps({k: v for k, v in group.items() if k not in _COMPUTED}, default=str)
@@ -106,7 +106,9 @@ class TorchOuter(Outer):
         }
         first: dict[str, Any] = next(iter(plain.values()), {})
         others = {name: group for name, group in plain.items() if group != first}
-        return {"kind": self.kind, **first} | ({"groups": others} if others else {})
+        rates = {*self.rates.values()}
+        rate = {"learning_rate": self.rates if len(rates) > 1 else max(rates, default=0.0)}
+        return {"kind": self.kind, **rate, **first} | ({"groups": others} if others else {})
 
     def state(self, name: str, shape: Shape) -> dict[str, tuple[Shape, float]]:
         """Return what the optimizer keeps of a parameter."""

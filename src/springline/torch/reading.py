@@ -16,7 +16,7 @@ from springline.center.checkpoint import write_file
 from springline.center.extras import write_extras
 from springline.center.layout import Bytes
 from springline.center.remote.center import RemoteCenter
-from springline.disk import can_do_without
+from springline.files import can_do_without
 from springline.progress import is_over
 from springline.torch.binding import Binding, to_numpy
 from springline.torch.naming import beside_center, under_all_names
@@ -39,10 +39,6 @@ class CenterReader(Wrapper):
     @abstractmethod
     def wait(self) -> None:
         """Wait for an exchange in the background and fold it in."""
-
-    @abstractmethod
-    def _exchange(self) -> None:
-        """Exchange now."""
 
     @contextlib.contextmanager
     def center_weights(self) -> Iterator[None]:
@@ -91,7 +87,8 @@ class CenterReader(Wrapper):
         if not worker.unexchanged or worker.finished:
             return
         if self._owns_center and worker.rule.follows and not worker.rule.keeps_base:
-            self._exchange()
+            while worker.unexchanged:
+                worker.exchange()
         elif not self._warned and (is_over() or (worker.unexchanged > 1 and not worker.exchanges)):
             self._warned = True
             _log.warning(

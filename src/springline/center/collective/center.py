@@ -30,7 +30,7 @@ from springline.center.collective.checkpointer import Checkpointer
 from springline.center.collective.group import Group
 from springline.center.collective.member import CollectiveMember
 from springline.center.collective.replica import RankReport, Replica
-from springline.center.collective.start import agree, check_goes_on, check_rule
+from springline.center.collective.start import agree, check_goes_on, check_workers
 from springline.center.layout import Bytes, Layout
 from springline.center.plan import Plan
 from springline.checks import is_number
@@ -187,7 +187,7 @@ class CollectiveCenter(Center):
         center = layout.allocate()
 
         def prepare() -> dict[str, Any]:
-            check_rule(rule, self.group.size)
+            check_workers(rule, self.group.size)
             self.plan = Plan.of(layout, rule, use_locking=True, rounds=True)
             self.replica = Replica(self.plan, self.group.size, self.group.device)
             layout.write(center, values)

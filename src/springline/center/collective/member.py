@@ -19,6 +19,7 @@ from springline.center.blocks import (
     Blocks,
     RefusedError,
     Side,
+    adopt,
     adopted,
     commit,
     contribute,
@@ -28,7 +29,7 @@ from springline.center.blocks import (
 from springline.center.center import Local, Member, check_finite
 from springline.center.collective.replica import RankReport
 from springline.center.layout import Bytes
-from springline.center.plan import arrays_of
+from springline.center.state import arrays_of
 from springline.errors import AFTER_NAN, CenterError, NonFiniteError
 from springline.rules.outer import Exchange
 from springline.rules.rule import Rule, size
@@ -62,11 +63,24 @@ class CollectiveMember(Member):
         plan, replica = center.plan, center.replica
         state = arrays_of(plan.state, replica.state)
         self._blocks = Blocks(plan, rule, plan.shards, replica.center, state)
-        self._sides: list[tuple[Block, Side]] = []
+        self._sides: list[list[tuple[Block, Side]]] = []  # per fragment
+        self._missed = False  # whether what it sends is not measured from the center any more
         self._not_adopted: str | None = None  # a parameter whose difference to `c` overflows
 
-    def exchange(self, local: Local) -> None:
-        """Take part in a round; two threads of a worker take turns."""
+    @property
+    def number(self) -> int:
+        """The number of the next round."""
+        return self.center.version
+
+    @property
+    def _fragment(self) -> int:
+        return self.number % self.center.layout.fragments
+
+    def exchange(self, local: Local) -> bool:
+        """Take part in a round; two threads of a worker take turns.
+
+        A rank that had NaN has no part in the round after it either: it takes the center then.
+        """
         with self._turn:
             self._check_here()
             start = time.perf_counter()
@@ -74,17 +88,33 @@ class CollectiveMember(Member):
                 self._bind(local)
             self._seal(None)
             self._busy = True
+            fragment = self._fragment
             try:
+                if self._missed:
+                    self._idle_in_a_round(finished=False)
+                    return False
                 may_overflow, error = self._contribute(local)
                 steps = self._steps if error else local.steps
                 self._meet(RankReport(error is None, False, may_overflow, self._seconds, steps))
                 if error:
                     raise error
+            except NonFiniteError:
+                self._missed = self.rule.measures_from_base
+                raise
             finally:
                 self._busy = False
-                local.forget_gradients()
+                local.forget_gradients(fragment)
             self._steps = local.steps
             self._seconds += time.perf_counter() - start
+            return True
+
+    def take(self, out: Bytes) -> None:
+        """Copy what a worker goes on from, all of one round."""
+        self.center.check_process()
+        self._missed = False
+        with self.center.turn:
+            for k in range(len(self._blocks.shards)):
+                self._blocks.publish(k, out)
 
     def seal(self, x: Bytes, mark: int, changed: bool) -> int | None:
         """Let all ranks take rank 0's values at the first step; every rank is called."""
@@ -134,9 +164,7 @@ class CollectiveMember(Member):
             if not self.center.group.broken:
                 self._seal(None)
             while not (self.center.group.broken or all(r.finished for r in self.center.rows)):
-                self.center.replica.messages.fill(0)
-                with contextlib.suppress(NonFiniteError):  # of others, which raise it
-                    self._meet(RankReport(False, True, False, self._seconds, self._steps))
+                self._idle_in_a_round(finished=True)
             whole = not self.center.group.broken
             self.center.group.part()
             if whole:
@@ -144,20 +172,28 @@ class CollectiveMember(Member):
             else:
                 self.center.close()
 
+    def _idle_in_a_round(self, finished: bool) -> None:
+        """Make the others' round with them, and contribute nothing."""
+        self.center.replica.messages.fill(0)
+        self.center.replica.rates.fill(0)
+        with contextlib.suppress(NonFiniteError):  # of others, which raise it
+            self._meet(RankReport(False, finished, False, self._seconds, self._steps))
+
     def _meet(self, row: RankReport) -> None:
         """Add up, and close the round: a step on every rank's own `c`."""
         center, replica = self.center, self.center.replica
         if center.version and center.version % CHECK_EVERY == 0:
             row = replace(row, checksum=replica.checksum())
+        fragment = self._fragment
         with center.group.round():
             replica.report(self.rank, row)
-            replica.add_up(center.group)
+            replica.add_up(center.group, fragment)
             rows = replica.reports()
             self._compare(rows)
             count = sum(r.contributes for r in rows)
             if 0 < count < len(rows):
-                replica.scale(len(rows) / count)
-            name = replica.overflown() if any(r.may_overflow for r in rows) else None
+                replica.scale(len(rows) / count, fragment)
+            name = replica.overflown(fragment) if any(r.may_overflow for r in rows) else None
             with center.turn:
                 if count and name is None:
                     name = self._step(count, adopts=row.contributes)
@@ -180,19 +216,20 @@ class CollectiveMember(Member):
 
     def _step(self, count: int, adopts: bool) -> str | None:
         """Step every block, and adopt it; return the name of one that would overflow."""
-        exchange = Exchange(number=self.center.version)
+        exchange = Exchange(number=self.number)
+        rates = self.center.replica.rates / count
         overflown = None
         with np.errstate(**ERRORS):
-            for block, side in self._sides or self._idle():
+            for block, side in (self._sides or self._idle())[self._fragment]:
                 try:
-                    step(block, (side.out,), exchange, count=count)
+                    step(block, (side.out,), exchange, rates, count=count)
                 except RefusedError as error:
                     overflown = overflown or self.center.layout.entry_at(error.offset).name
                     continue
                 if adopts:
                     c = adopted(block, True, side.out)
                     try:
-                        block.rule.adopt(side.x, side.base, c, block.work)
+                        adopt(block, side, c)
                     except FloatingPointError:  # of this rank alone: the others go on
                         name = self.center.layout.entry_at(block.range.start).name
                         self._not_adopted = block.name or name
@@ -212,18 +249,21 @@ class CollectiveMember(Member):
     def _contribute(self, local: Local) -> tuple[bool, NonFiniteError | None]:
         """Write this rank's part of the sum; whether it may overflow, and what was not finite."""
         may_overflow = False
+        replica, fragment = self.center.replica, self._fragment
+        np.copyto(replica.rates, local.rates)
         with np.errstate(**ERRORS):
-            for block, side in self._sides:
+            for block, side in self._sides[fragment]:
                 try:
-                    message = contribute(block, side, local.gradients)
+                    message = contribute(block, side, int(local.gradients[fragment]))
                 except RefusedError as error:
-                    self.center.replica.messages.fill(0)
+                    replica.messages.fill(0)
+                    replica.rates.fill(0)
                     return False, non_finite(self.center.layout, error.offset, self.rank)
                 np.divide(message, self.rule.workers, out=side.out)
                 may_overflow |= size(side.out) == math.inf
         return may_overflow, None
 
-    def _idle(self) -> list[tuple[Block, Side]]:
+    def _idle(self) -> list[list[tuple[Block, Side]]]:
         """Return sides for a rank that never exchanged, and only makes the others' steps."""
         self._bind(Local(self.center.layout, self.rule))
         return self._sides
@@ -238,7 +278,10 @@ class CollectiveMember(Member):
 
     def _bind(self, local: Local) -> None:
         """Lay the worker's buffers beside the center's blocks."""
-        bound = self._blocks.bind(local.x, local.a, local.base, out=self.center.replica.messages)
-        shards = zip(self._blocks.shards, bound, strict=True)
-        self._sides = [pair for shard in shards for pair in zip(*shard, strict=True)]
+        out = self.center.replica.messages
+        bound = self._blocks.bind(local.x, local.a, local.base, out, local.distance)
+        self._sides = [
+            [pair for k in shards for pair in zip(self._blocks.shards[k], bound[k], strict=True)]
+            for shards in self.center.plan.fragments
+        ]
         self._bound = local

@@ -2,14 +2,14 @@
 
 Each rank writes its message, divided by the number of ranks, into the buffer; an all-reduce adds
 them up. In front of the messages stands a table with a row per rank, which the same all-reduce
-fills: every rank writes its own row, and zeros elsewhere.
+fills: every rank writes its own row, and zeros elsewhere; and the learning rates that go with the
+messages.
 """
 
 from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 import torch
@@ -40,32 +40,45 @@ class Replica:
 
     def __init__(self, plan: Plan, ranks: int, device: torch.device) -> None:
         self._layout = plan.layout
-        self._ranges = [range_ for shard in plan.shards for range_ in plan.blocks(shard)]
+        self._ranges = [
+            [range_ for k in shards for range_ in plan.blocks(plan.shards[k])]
+            for shards in plan.fragments
+        ]
         self.center = plan.layout.allocate()
         self.state = aligned_zeros(plan.state_nbytes)
         for s in plan.state:
             s.view(self.state).fill(s.first)
         first = plan.shards[0].dtype if plan.shards else "float32"
-        size = ranks * _COLUMNS * np.dtype(first).itemsize
-        head = aligned(size)
+        count, entries = ranks * _COLUMNS, len(plan.layout.entries)
+        head = aligned((count + entries) * np.dtype(first).itemsize)
         both = aligned_zeros(head + plan.layout.nbytes)
         self.messages: Bytes = both[head:]
-        self._table: Array = both[:size].view(first).reshape(ranks, _COLUMNS)
-        shards = [(s.dtype, head + s.start, head + s.stop) for s in plan.shards]
-        self._tensors: list[torch.Tensor] = []  # one all-reduce each
-        for dtype, group in groupby([(first, 0, head), *shards], lambda span: span[0]):
-            (_, start, stop), *more = group
-            stop = more[-1][2] if more else stop
-            self._tensors.append(torch.from_numpy(both[start:stop].view(dtype)))
-        self._staged = [t.to(device) for t in self._tensors] if device.type != "cpu" else []
+        numbers: Array = both[:head].view(first)
+        self._table = numbers[:count].reshape(ranks, _COLUMNS)
+        self.rates = numbers[count : count + entries]
+        self._tensors: list[list[torch.Tensor]] = []  # per fragment; one all-reduce each
+        for fragment in plan.fragments:
+            spans = [(first, 0, head)]
+            for shard in (plan.shards[k] for k in fragment):
+                dtype, start, stop = spans[-1]
+                if dtype == shard.dtype and head + shard.start <= aligned(stop):
+                    spans[-1] = dtype, start, head + shard.stop
+                else:
+                    spans.append((shard.dtype, head + shard.start, head + shard.stop))
+            tensors = [torch.from_numpy(both[a:b].view(dtype)) for dtype, a, b in spans]
+            self._tensors.append(tensors)
+        on_cpu = device.type == "cpu"
+        self._staged = [] if on_cpu else [[t.to(device) for t in ts] for ts in self._tensors]
 
-    def add_up(self, group: Group) -> None:
-        """Replace what this rank contributes by the sum over all ranks."""
-        for staged, tensor in zip(self._staged, self._tensors, strict=False):
-            staged.copy_(tensor)
-        group.sum(self._staged or self._tensors)
-        for staged, tensor in zip(self._staged, self._tensors, strict=False):
-            tensor.copy_(staged)
+    def add_up(self, group: Group, fragment: int) -> None:
+        """Replace what this rank contributes to a fragment by the sum over all ranks."""
+        tensors = self._tensors[fragment]
+        staged = self._staged[fragment] if self._staged else []
+        for there, here in zip(staged, tensors, strict=False):
+            there.copy_(here)
+        group.sum(staged or tensors)
+        for there, here in zip(staged, tensors, strict=False):
+            here.copy_(there)
 
     def checksum(self) -> int:
         """Return a checksum of the center and its state."""
@@ -98,16 +111,16 @@ class Replica:
             for row in self._table.tolist()
         ]
 
-    def scale(self, factor: float) -> None:
-        """Multiply the sum; see `overflown`."""
+    def scale(self, factor: float, fragment: int) -> None:
+        """Multiply the sum of a fragment; see `overflown`."""
         with np.errstate(over="ignore"):
-            for range_ in self._ranges:
+            for range_ in self._ranges[fragment]:
                 total = range_.view(self.messages)
                 np.multiply(total, factor, out=total)
 
-    def overflown(self) -> str | None:
-        """Return the name of a tensor of the sum that is not finite."""
-        for range_ in self._ranges:
+    def overflown(self, fragment: int) -> str | None:
+        """Return the name of a tensor of a fragment's sum that is not finite."""
+        for range_ in self._ranges[fragment]:
             total = range_.view(self.messages)
             finite = np.isfinite(total)
             if not finite.all():

@@ -45,15 +45,8 @@ def agree(
     return first
 
 
-def check_rule(rule: Rule, ranks: int) -> None:
-    """Refuse a rule that cannot be used in rounds, or that is for other numbers."""
-    if rule.accumulates:
-        raise SettingsError(
-            f"The rule {rule.name!r} accumulates gradients, but in a process group all ranks "
-            "exchange at once, and some parameters may have no gradient on some of them. Start the "
-            "script with `springline run`: its shared center takes every rule, and so does that on "
-            "a Ray cluster (`--address`)."
-        )
+def check_workers(rule: Rule, ranks: int) -> None:
+    """Refuse a rule that is for another number of workers."""
     if rule.workers != ranks:
         raise SettingsError(
             f"The rule has workers={rule.workers}, but the process group has {ranks} ranks."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from springline.center import checkpoint
 from springline.center.center import Center, Progress, check_finite
 from springline.center.layout import Bytes
-from springline.center.plan import Plan, nbytes_of
-from springline.center.remote.head import Look
+from springline.center.plan import Plan
 from springline.center.remote.ledger import Ledger
 from springline.center.remote.member import RemoteMember
-from springline.center.remote.messages import RankProgress, cut, latest, span
+from springline.center.remote.messages import Look, RankProgress, cut, latest, span
 from springline.center.remote.peer import Call, Peer
 from springline.center.remote.registration import find_center
 from springline.center.remote.storage import Storage
+from springline.center.state import nbytes_of
 from springline.errors import CenterError, CheckpointError
 from springline.rules.rule import Rule
 from springline.sealed import reading
@@ -45,7 +45,6 @@ class RemoteCenter(Center):
         self._members: list[RemoteMember] = []
         self.base = int(description["base"])
         self._version = 0
-        self._closed = False
 
     @property
     def version(self) -> int:
@@ -76,8 +75,13 @@ class RemoteCenter(Center):
     def read(self, out: Bytes | None = None) -> Bytes:
         """Copy the center into a flat buffer, consistent per shard."""
         out = self.layout.allocate() if out is None else out
-        self._read(out)
+        self.collect("read", out)
         return out
+
+    def collect(self, method: str, out: Bytes) -> None:
+        """Copy what all shards answer to a call into a flat buffer."""
+        for place, reply in self._ask_shards(method):
+            out[place] = reply.data
 
     def join(self, rank: int, rule: Rule, timeout: float | None = None) -> RemoteMember:
         """Become the worker of that rank."""
@@ -91,30 +95,22 @@ class RemoteCenter(Center):
         """Write a checkpoint, collected from all shards, to a file of this machine."""
         version, steps = self.version, [rank.steps for rank in self.progress()]
         center, state = self.layout.allocate(), np.zeros(self.plan.state_nbytes, np.uint8)
-        self._read(center, state)
+        for place, (part, its_state) in self._ask_shards("read_all"):
+            center[place] = part
+            _copy_state(self.plan, place.start, place.stop, its_state, state, into_whole=True)
         checkpoint.write(Path(path), self.plan, center, state, version, steps)
 
     def close(self) -> None:
         """Leave, with all members that joined through this object."""
-        if not self._closed and os.getpid() == self.process:
+        if not self.closed and os.getpid() == self.process:
             for member in list(self._members):
                 member.leave()
-            self._closed = True
+            self.closed = True
 
     def forget(self, member: RemoteMember) -> None:
         """Let go of a member that has left."""
         if member in self._members:
             self._members.remove(member)
-
-    def check_process(self) -> None:
-        """Refuse to be used when closed, or in a forked child."""
-        if self._closed:
-            raise CenterError("This center is closed. Open it again.")
-        if os.getpid() != self.process:
-            raise CenterError(
-                f"This center was opened in process {self.process} and is used in its child "
-                f"{os.getpid()}. Open it again in the child."
-            )
 
     def _known(self) -> tuple[dict[int, RankProgress], int]:
         """Return how far each rank has come, and the last round: the latest that anybody knows."""
@@ -132,17 +128,12 @@ class RemoteCenter(Center):
             raise CenterError("The center is gone. Start the run again: it goes on if it was kept.")
         return look
 
-    def _read(self, center: Bytes, state: Bytes | None = None) -> None:
+    def _ask_shards(self, method: str) -> Iterator[tuple[slice, Any]]:
+        """Return which bytes each shard holds, and its answer."""
         self.check_process()
-        method = "read" if state is None else "read_all"
         calls = [Call(peer, method) for peer in self.shards]
         for ranges, call in zip(self.parts, calls, strict=True):
-            start, stop = span(ranges)
-            if state is None:
-                center[start:stop] = call.result().data
-            else:
-                center[start:stop], its_state = call.result()
-                _copy_state(self.plan, start, stop, its_state, state, into_whole=True)
+            yield slice(*span(ranges)), call.result()
 
 
 def first_parts(

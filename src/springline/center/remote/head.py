@@ -7,46 +7,25 @@ and the members rejoin with their next heartbeat.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from springline.center.plan import Plan
-from springline.center.remote.membership import Membership, MemberState
-from springline.center.remote.messages import ClosedRound, RankProgress
+from springline.center.remote.membership import TICK, Membership, MemberState
+from springline.center.remote.messages import ClosedRound, Look, RankProgress
 from springline.center.remote.registration import Registration
 from springline.center.token import issue, sign
-from springline.errors import (
-    CenterError,
-    EndedError,
-    forgotten,
-    rank_in_use,
-    taken_over,
-)
+from springline.errors import EndedError, forgotten, rank_in_use, taken_over
 
 HEARTBEAT = 0.5  # seconds between two heartbeats of a member
 GRACE = 10.0  # seconds without one after which a member counts as dead
 _LATE = 3  # heartbeats of a dead worker that may still arrive
-_TICK = 0.25  # seconds between two looks at who is alive
 _REJOIN = 4 * HEARTBEAT  # seconds that members have to rejoin a head that restarted
 AskRows = Callable[[int], Awaitable[tuple[dict[int, RankProgress], int]]]
 
 
-@dataclass
-class Look:
-    """What the head knows."""
-
-    members: list[int]
-    rows: dict[int, RankProgress]  # as of the members' last heartbeats
-    closed: int  # the last closed round
-    description: dict[str, Any]
-    finished: list[int]  # ranks that have made all their steps
-    given_up: list[int] | None  # ranks that the launcher does not restart, if there is one
-
-
-class Head(Registration):
+class Head:
     """The head of one center.
 
     Args:
@@ -58,9 +37,9 @@ class Head(Registration):
     """
 
     calls: ClassVar[tuple[str, ...]] = (
-        *("find", "look", "stay", "sealed", "seal"),
+        *("look", "stay", "sealed", "seal"),
         *("join", "joined", "heartbeat", "leave", "finish", "barrier"),
-        *("begin", "contribute", "withdraw", "waiting"),
+        *("begin", "contribute", "withdraw"),
     )
 
     def __init__(
@@ -71,24 +50,26 @@ class Head(Registration):
         name: str = "center",
         token: str = "",
     ) -> None:
-        super().__init__(storage, name)
+        self.registration = Registration(storage, name)
         self._token = token
         self._ask_rows = ask_rows
-        self._grace = grace
         self._membership = Membership(grace, token)
-        self._plan: Plan | None = None
         self._known = False  # whether the rows are those of the shards
         self._rows: dict[int, RankProgress] = {}
         self._started = False
         self._finished: set[int] = set()
         self._given_up: tuple[float, list[int]] | None = None  # when reported, and whom
-        self._change = asyncio.Event()
-        self._ticking: asyncio.Future[None] | None = None
         self._ending = False
+
+    @property
+    def plan(self) -> Plan | None:
+        """The center's; None before it is made."""
+        return self.registration.plan
 
     async def look(self) -> Look | None:
         """Return what is known; None while there is no center."""
-        if not self.is_there() or self.description is None:
+        description = self.registration.description if self.registration.is_there() else None
+        if description is None:
             return None
         if not self._known:
             await self._ask()
@@ -97,7 +78,7 @@ class Head(Registration):
             self._membership.alive(),
             dict(self._rows),
             self._membership.closed,
-            self.description,
+            description,
             sorted(self._finished),
             given_up if time.monotonic() - at < GRACE else None,
         )
@@ -111,9 +92,9 @@ class Head(Registration):
 
     async def sealed(self) -> int:
         """Return how the center was sealed (see `Member.seal`): a mark, or 1; 0 if it is not."""
-        base = int((self.description or {}).get("base", 0))
-        done = base or any(row.exchanges for row in self._rows.values())
-        return self._seal[0] or int(bool(done))
+        mark, _, _ = self.registration.seal
+        done = self.registration.base or any(row.exchanges for row in self._rows.values())
+        return mark or int(bool(done))
 
     async def seal(
         self, rank: int, incarnation: int, mark: int, changed: bool, held: int
@@ -133,11 +114,13 @@ class Head(Registration):
         self._membership.member(rank, incarnation)
         me = [mark, rank, incarnation]
         if by := await self.sealed():
-            return ("done", 0) if self._seal == me else ("sealed", by)
+            return ("done", 0) if self.registration.seal == me else ("sealed", by)
         # A head that was restarted does not know who had a lease, and may have sent some values.
-        if to_do := self._membership.lease(rank, incarnation, changed or self.found, held):
+        if to_do := self._membership.lease(
+            rank, incarnation, changed or self.registration.found, held
+        ):
             return to_do
-        await self.publish({**(self.description or {}), "seal": me})
+        self.registration.publish({**(self.registration.description or {}), "seal": me})
         return "done", 0
 
     # Members.
@@ -156,8 +139,8 @@ class Head(Registration):
         """
         if self._ending:
             raise EndedError("The center is being ended. Start the run again.")
-        if not self.is_there():
-            raise self.problem or forgotten()
+        if not self.registration.is_there():
+            raise self.registration.problem or forgotten()
         await self._ask()  # its last incarnation may have told the shards more than us
         heartbeats: set[float] = set()
         while (holder := self._membership.members.get(rank)) and holder.incarnation != incarnation:
@@ -166,7 +149,7 @@ class Head(Registration):
             heartbeats.add(holder.heard)
             if len(heartbeats) > _LATE:
                 raise rank_in_use(rank, self._membership.alive())
-            await self._wait(time.monotonic() + _TICK)
+            await self._membership.wait(time.monotonic() + TICK)
         row = self._rows.get(rank, RankProgress())
         if holder and holder.incarnation == incarnation:
             holder.heard = time.monotonic()  # it keeps its part in the round
@@ -182,7 +165,7 @@ class Head(Registration):
         settled = this if late else this - 1
         self._membership.members[rank] = MemberState(incarnation, time.monotonic(), settled)
         self._note(rank, incarnation, row)
-        self._changed()
+        self._membership.changed()
         return incarnation, row, self._membership.closed
 
     async def joined(self, rank: int, incarnation: int) -> None:
@@ -190,16 +173,21 @@ class Head(Registration):
         member = self._membership.find(rank, incarnation)
         if member:
             member.joined = True
-            self._changed()
+            self._membership.changed()
 
-    async def heartbeat(self, rank: int, incarnation: int, row: RankProgress) -> bool:
-        """Hear that a member is alive and how far it has come; False if it has to rejoin."""
+    async def heartbeat(self, rank: int, incarnation: int, row: RankProgress) -> float | None:
+        """Hear that a member is alive and how far it has come.
+
+        Returns:
+            The steps per second of the fastest live worker; None if this one has to rejoin.
+        """
         member = self._membership.find(rank, incarnation)
         if member is None:
-            return False
-        member.heard = time.monotonic()
+            return None
+        member.heard, member.speed = time.monotonic(), row.speed
         self._note(rank, incarnation, row)
-        return True
+        alive = (self._membership.members[r] for r in self._membership.alive())
+        return max((m.speed for m in alive), default=0.0)
 
     async def leave(self, rank: int, incarnation: int | None, finished: bool = False) -> None:
         """Give a rank back; without an incarnation, its holder is known to be dead."""
@@ -208,7 +196,7 @@ class Head(Registration):
             await self.finish(rank, incarnation)
         if member and incarnation in (None, member.incarnation):
             del self._membership.members[rank]
-            self._changed()
+            self._membership.changed()
 
     async def finish(self, rank: int, incarnation: int) -> None:
         """Note that a rank has finished, unless it has come back since."""
@@ -221,17 +209,14 @@ class Head(Registration):
         missing: list[int] = []
         deadline = time.monotonic() + seconds
         while not self._started:
-            here = {
-                rank for rank in self._membership.alive() if self._membership.members[rank].joined
-            }
-            missing = sorted(set(range(self.plan.workers if self.plan else 0)) - here)
+            missing = self._membership.missing(self.plan.workers if self.plan else 0)
             self._started = not missing
             if self._started:
-                self._changed()
+                self._membership.changed()
             elif time.monotonic() >= deadline:
                 return missing
             else:
-                await self._wait(deadline)
+                await self._membership.wait(deadline)
         return []
 
     # Rounds.
@@ -245,13 +230,11 @@ class Head(Registration):
                 return this
             pending = self._membership.pending(this)
             if not pending and not self._membership.contributing(this):
-                for other in self._membership.members.values():
-                    other.settled = this - 1  # all withdrew: it begins again
-                self._changed()
-            elif not self._close(this):
+                self._membership.begin_again(this)
+            elif not self._membership.close(this):
                 if time.monotonic() >= deadline:
                     return pending or self._membership.contributing(this)
-                await self._wait(deadline)
+                await self._membership.wait(deadline)
 
     async def contribute(
         self, rank: int, incarnation: int, number: int, seconds: float
@@ -265,12 +248,12 @@ class Head(Registration):
         """
         before = number <= self._membership.closed
         if not before:
-            self._settle(rank, incarnation, number).contributed = number
+            self._membership.settle(rank, incarnation, number, number, self.registration.found)
         deadline = time.monotonic() + seconds
-        while not self._close(number):
+        while not self._membership.close(number):
             if time.monotonic() >= deadline:
                 return self._membership.pending(number)
-            await self._wait(deadline)
+            await self._membership.wait(deadline)
         known = self._membership.contributors.get(number)
         if known is None and number == self._membership.closed:  # the head restarted
             known = []
@@ -281,29 +264,9 @@ class Head(Registration):
     async def withdraw(self, rank: int, incarnation: int, number: int) -> None:
         """Have no part in a round, unless it is closed."""
         if number > self._membership.closed:
-            self._settle(rank, incarnation, number).contributed = 0
-            if not self._close(number):
-                self._changed()  # those who wait for a round to begin again may go on
-
-    async def waiting(self) -> list[int]:
-        """Return who has contributed to the round that is open."""
-        return self._membership.contributing(self._membership.closed + 1)
-
-    def _settle(self, rank: int, incarnation: int, number: int) -> MemberState:
-        member, this = self._membership.member(rank, incarnation), self._membership.closed + 1
-        if number > this and not self.found:
-            raise CenterError(f"Round {number} is not open: this is round {this}. Begin it first.")
-        if number > this:  # the head restarted, and so did the shards
-            self._membership.closed = number - 1
-            self._changed()
-        member.settled = number
-        return member
-
-    def _close(self, number: int) -> bool:
-        """Close a round if it waits for nobody; return whether it is closed."""
-        if self._membership.close(number):
-            self._changed()
-        return self._membership.closed >= number
+            self._membership.settle(rank, incarnation, number, 0, self.registration.found)
+            if not self._membership.close(number):
+                self._membership.changed()  # those who wait for a round to begin again may go on
 
     def _note(self, rank: int, incarnation: int, row: RankProgress) -> None:
         known = self._rows.get(rank, RankProgress())
@@ -312,52 +275,17 @@ class Head(Registration):
                 incarnation, row.number, row.steps, row.exchanges, row.seconds
             )
 
-    @property
-    def _seal(self) -> list[int]:
-        """The mark, rank and incarnation of who has sealed the center."""
-        return list((self.description or {}).get("seal", [0, 0, 0]))
-
-    @property
-    def plan(self) -> Plan | None:
-        """The center's; None before it is made."""
-        if self._plan is None and self.description:
-            self._plan = Plan.from_json(self.description["plan"])
-        return self._plan
-
     async def _ask(self) -> None:
         """Ask the shards how far everybody has come."""
-        if self.description is None:
+        if self.registration.description is None:
             return
-        rows, closed = await self._ask_rows(self.description["shards"])
+        rows, closed = await self._ask_rows(self.registration.description["shards"])
         for rank, row in rows.items():
             self._note(rank, row.incarnation, row)
         self._membership.closed = max(self._membership.closed, closed)
         if not self._known:
             self._known = True
-            if self.found:  # the head restarted: the members have to rejoin
+            if self.registration.found:  # the head restarted: the members have to rejoin
                 self._membership.quiet_until = time.monotonic() + _REJOIN
             # It had started if anybody has exchanged.
             self._started = self._started or any(row.exchanges for row in rows.values())
-
-    def _changed(self) -> None:
-        self._change.set()
-        self._change = asyncio.Event()
-
-    async def _wait(self, deadline: float) -> None:
-        """Wait for a change, or until then."""
-        if self._ticking is None:
-            self._ticking = asyncio.ensure_future(self._tick())
-        waiting = asyncio.ensure_future(self._change.wait())
-        await asyncio.wait([waiting], timeout=max(0.0, deadline - time.monotonic()))
-        waiting.cancel()
-
-    async def _tick(self) -> None:
-        """Look who is alive, for all who wait: the death of a member is not reported."""
-        last: list[int] = []
-        while True:
-            alive = self._membership.alive()
-            quiet = time.monotonic() < self._membership.quiet_until + 2 * _TICK
-            if alive != last or quiet:
-                last = alive
-                self._changed()
-            await asyncio.sleep(_TICK)

@@ -15,10 +15,19 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from springline.center.blocks import NO_RATE
 from springline.center.center import check_rank, check_settings
 from springline.center.layout import ByteRange
-from springline.center.plan import Plan, nbytes_of
-from springline.center.remote.messages import ClosedRound, Message, RankProgress, Sender, span
+from springline.center.plan import Plan
+from springline.center.remote.messages import (
+    ClosedRound,
+    Message,
+    RankProgress,
+    Sender,
+    of_fragment,
+    span,
+)
+from springline.center.state import nbytes_of
 from springline.center.token import is_issued, is_same, sign
 from springline.errors import (
     AFTER_NAN,
@@ -34,7 +43,7 @@ _LONGEST = 60.0  # seconds that a call may ask a head to wait
 # Which calls are for rules with rounds, and which for the others.
 _ROUNDS = {"exchange": False} | dict.fromkeys(("begin", "contribute", "withdraw", "reduce"), True)
 _TYPES = {"finished": bool, "changed": bool, "description": dict, "parts": list}
-_LEAST = {"number": 1, "mark": 0, "incarnation": 1, "steps": 0, "exchanges": 0, "gradients": 0}
+_LEAST = {"number": 1, "mark": 0, "incarnation": 1, "steps": 0, "exchanges": 0}
 
 
 class Target(Protocol):
@@ -60,7 +69,7 @@ class Interceptor:
         self._target = target
         self._key = token
         self._ranges = ranges
-        self._span = span(list(ranges)) if ranges else (0, 0)
+        self._span = span(ranges)
 
     def admit(self, token: object, method: str, arguments: Sequence[Any]) -> Callable[..., Any]:
         """Return the method that is called, if it may be.
@@ -143,6 +152,7 @@ class Interceptor:
         for name in ("incarnation", "number", "steps", "exchanges"):
             _whole(getattr(row, name), name, 0)
         _finite("seconds", row.seconds)
+        _finite("speed", row.speed)
 
     def _sender(self, sender: Any) -> None:
         _typed("sender", sender, Sender)
@@ -158,17 +168,22 @@ class Interceptor:
         self._sender(message.sender)
         plan = self._target.plan
         entries = len(plan.layout.entries) if plan else 0
-        _array("data", message.data, np.uint8, self._span[1] - self._span[0])
+        _whole(message.fragment, "fragment", 0)
+        if plan and message.fragment >= plan.layout.fragments:
+            raise CenterError(f"There is no fragment {message.fragment} of this center.")
+        ranges = of_fragment(self._ranges, message.fragment)
+        start, stop = span(ranges)
+        _array("data", message.data, np.uint8, stop - start)
         _array("seen", message.seen, np.bool_, entries)
         _array("rates", message.rates, np.float64, entries)
-        _whole(message.gradients, "gradients")
-        if not (np.isfinite(message.rates).all() and (message.rates >= 0).all()):
+        rates = message.rates
+        if not (np.isfinite(rates).all() and ((rates >= 0) | (rates == NO_RATE)).all()):
             raise NonFiniteError(
                 f"The learning rates of rank {message.sender.rank} must be finite numbers >= 0. "
-                f"Received: {message.rates.min()} to {message.rates.max()}. Look at its scheduler."
+                f"Received: {rates.min()} to {rates.max()}. Look at its scheduler."
             )
         if plan and plan.rounds:  # else they are looked for as the exchange is applied
-            self._values(message.data, f"What rank {message.sender.rank} has sent")
+            self._values(message.data, f"What rank {message.sender.rank} has sent", ranges)
 
     def _closed(self, closed: Any) -> None:
         _typed("closed", closed, ClosedRound)
@@ -182,7 +197,7 @@ class Interceptor:
 
     def _center(self, center: Any) -> None:
         _array("center", center, np.uint8, self._span[1] - self._span[0])
-        self._values(center, "What is to be the center's first values")
+        self._values(center, "What is to be the center's first values", self._ranges)
 
     def _state(self, state: Any) -> None:
         plan = self._target.plan
@@ -204,10 +219,10 @@ class Interceptor:
         if plan := self._target.plan:
             check_settings(plan.settings, rule.settings() | {"use_locking": plan.use_locking})
 
-    def _values(self, data: Any, what: str) -> None:
+    def _values(self, data: Any, what: str, ranges: Sequence[ByteRange]) -> None:
         """Refuse values that are not finite."""
-        start, _ = self._span
-        for range_ in self._ranges:
+        start, _ = span(ranges)
+        for range_ in ranges:
             with np.errstate(all="ignore"):
                 finite = is_finite(
                     data[range_.start - start : range_.stop - start].view(range_.dtype)

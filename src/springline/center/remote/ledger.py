@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from springline.center.layout import Bytes
-from springline.center.remote.messages import RankProgress, Reply, Sender
+from springline.center.remote.messages import Message, RankProgress, Reply, Sender
 from springline.errors import taken_over
 
 _KEPT = 4, 1 << 28  # replies that are kept: so many, or more in so many bytes
@@ -154,22 +153,22 @@ class Slots:
 
     def __init__(self, reduced: int = 0) -> None:
         self.reduced = reduced
-        self._kept: dict[int, dict[int, tuple[Sender, Bytes]]] = {}  # by round and rank
+        self._kept: dict[int, dict[int, Message]] = {}  # by round and rank
         self._table = threading.Lock()
 
-    def take(self, sender: Sender, data: Bytes, number: int) -> None:
+    def take(self, message: Message, number: int) -> None:
         """Keep what a worker has sent for a round, unless something later of its is here."""
         with self._table:
             if number > self.reduced:
                 slots = self._kept.setdefault(number, {})
-                known = slots.get(sender.rank)
-                if known is None or known[0].at <= sender.at:
-                    slots[sender.rank] = sender, data
+                known, sender = slots.get(message.sender.rank), message.sender
+                if known is None or known.sender.at <= sender.at:
+                    slots[sender.rank] = message
 
     def of_round(
         self, number: int, contributors: Sequence[int], asker: int
-    ) -> dict[int, Bytes] | list[int]:
-        """Return the messages of a round, by rank; or the ranks whose are not here.
+    ) -> list[Message] | list[int]:
+        """Return the messages of a round in rank order; or the ranks whose are not here.
 
         Args:
             number: of the round.
@@ -180,7 +179,7 @@ class Slots:
             slots = self._kept.get(number, {})
             wanted = list(contributors) or sorted({*slots, asker})
             missing = [rank for rank in wanted if rank not in slots]
-            return missing or {rank: slots[rank][1] for rank in wanted}
+            return missing or [slots[rank] for rank in sorted(wanted)]
 
     def forget(self, number: int) -> None:
         """Let go of a round that is reduced now, and of those before it."""

@@ -61,8 +61,9 @@ class RemoteMember(Member):
         self._others = sum(p.exchanges for r, p in enumerate(center.progress()) if r != rank)
         self._turn = threading.RLock()
         self._busy = False
-        self._blocks: WorkerBlocks | None = None  # of the buffers that were exchanged last
+        self._blocks: dict[int, WorkerBlocks] = {}  # by fragment, of the buffers exchanged last
         self._rounds = RemoteRounds(self) if rule.rounds else None
+        self._fastest = 0.0  # steps per second of the fastest live worker
         self._gone = threading.Event()
         send, name = self._send_heartbeats, "springline heartbeat"
         self._heartbeats = threading.Thread(target=send, name=name, daemon=True)
@@ -73,32 +74,57 @@ class RemoteMember(Member):
             self._gone.set()  # nobody has this rank
             raise
 
-    def exchange(self, local: Local) -> None:
+    @property
+    def number(self) -> int:
+        """The number of this worker's next exchange."""
+        return self._rounds.number if self._rounds else self._row.exchanges
+
+    def fastest(self) -> float:
+        """Return the steps per second of the fastest live worker, as of the last heartbeat."""
+        return self._fastest
+
+    def exchange(self, local: Local) -> bool:
         """Exchange with all shards at once; two threads of a worker take turns."""
         with self._turn:
             self.check_here()
             if self._busy:
                 raise CenterError(f"Rank {self.rank} is in the middle of an exchange.")
             start = time.perf_counter()
-            if self._blocks is None or self._blocks.local is not local:
-                where = self.center.plan, self.center.parts
-                self._blocks = WorkerBlocks(*where, self.rule, self.rank, local)
+            blocks = self._blocks_of(local)
             self._busy = True
             try:
                 with np.errstate(**ERRORS):
                     if self._rounds:
-                        self._rounds.exchange(self._blocks)
+                        exchanged = self._rounds.exchange(blocks)
                     else:
-                        self._swap(self._blocks)
+                        self._swap(blocks)
+                        exchanged = True
             finally:
                 self._busy = False
-                local.forget_gradients()
+                local.forget_gradients(blocks.fragment)
             self._row = replace(
                 self._row,
                 steps=local.steps,
-                exchanges=self._row.exchanges + 1,
+                exchanges=self._row.exchanges + exchanged,
                 seconds=self._row.seconds + time.perf_counter() - start,
+                speed=local.speed,
             )
+            return exchanged
+
+    def _blocks_of(self, local: Local) -> WorkerBlocks:
+        """Return the blocks of the fragment that is exchanged next."""
+        fragment = self.number % self.center.layout.fragments
+        found = self._blocks.get(fragment)
+        if found is None or found.local is not local:
+            where = self.center.plan, self.center.parts, fragment
+            found = self._blocks[fragment] = WorkerBlocks(*where, self.rule, self.rank, local)
+        return found
+
+    def take(self, out: Bytes) -> None:
+        """Copy what a worker goes on from, consistent per shard."""
+        if self._rounds:
+            self._rounds.begin_here()
+        self.center.collect("published", out)
 
     def seal(self, x: Bytes, mark: int, changed: bool) -> int | None:
         """Give a new center this worker's values: to all shards, under a lease of the head's."""
@@ -207,8 +233,8 @@ class RemoteMember(Member):
         row = self._row = replace(self._row, number=self._row.number + 1)
         this = self.rank, self._incarnation, row.number
         sender = Sender(*this, local.steps, row.exchanges + 1, row.seconds, self._others)
-        own = local.gradients, local.seen.copy(), local.rates.copy()
-        return [Message(sender, part, *own) for part in data]
+        own = local.seen.copy(), local.rates.copy()
+        return [Message(sender, blocks.fragment, part, *own) for part in data]
 
     # The head.
 
@@ -255,7 +281,9 @@ class RemoteMember(Member):
         while not self._gone.wait(HEARTBEAT):
             try:
                 pending = self.center.head.ask("heartbeat", self.rank, self._incarnation, self._row)
-                if not pending.result(HEARTBEAT) and not self.left:
+                fastest = pending.result(HEARTBEAT)
+                self._fastest = fastest or 0.0
+                if fastest is None and not self.left:
                     self._rejoin(patience=None)  # nobody waits for this thread
                     if self._gone.is_set():  # meanwhile
                         self.center.head.tell("leave", self.rank, self._incarnation)

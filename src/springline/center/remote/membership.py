@@ -1,13 +1,15 @@
-"""The members of a remote center, and the round they are in, as its head sees them."""
+"""The members of a remote center and the round they are in, as its head knows them."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass
 
 from springline.center.token import issue
 from springline.errors import CenterError
 
+TICK = 0.25  # seconds between two looks at who is alive
 _KNOWN = 10  # rounds whose contributors are remembered
 
 
@@ -24,6 +26,7 @@ class MemberState:
     settled: int  # the round it has contributed to or withdrawn from
     contributed: int = 0
     joined: bool = False
+    speed: float = 0.0  # local steps per second
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class Membership:
         self._grace = grace
         self._token = token
         self._lease = Lease()
+        self._change = asyncio.Event()
+        self._ticking: asyncio.Future[None] | None = None
 
     def is_alive(self, member: MemberState) -> bool:
         """Whether it sent a heartbeat lately."""
@@ -103,15 +108,69 @@ class Membership:
         """Return who has contributed to a round, of those who are alive."""
         return [rank for rank in self.alive() if self.members[rank].contributed == number]
 
+    def missing(self, workers: int) -> list[int]:
+        """Return the ranks that have not joined, or are not there any more."""
+        here = {rank for rank in self.alive() if self.members[rank].joined}
+        return sorted(set(range(workers)) - here)
+
+    def settle(
+        self, rank: int, incarnation: int, number: int, contributed: int, restarted: bool
+    ) -> None:
+        """Note that a member has contributed to a round, or withdrawn from it.
+
+        Args:
+            rank: the member's.
+            incarnation: the member's.
+            number: of the round.
+            contributed: the same, or 0.
+            restarted: whether the head was, and may know less of the rounds than the member.
+        """
+        member, this = self.member(rank, incarnation), self.closed + 1
+        if number > this and not restarted:
+            raise CenterError(f"Round {number} is not open: this is round {this}. Begin it first.")
+        if number > this:  # the shards restarted, too
+            self.closed = number - 1
+            self.changed()
+        member.settled, member.contributed = number, contributed
+
+    def begin_again(self, number: int) -> None:
+        """Open a round again from which all members have withdrawn."""
+        for member in self.members.values():
+            member.settled = number - 1
+        self.changed()
+
     def close(self, number: int) -> bool:
-        """Close a round if it waits for nobody; return whether that was done now."""
-        if self.closed >= number or self.pending(number):
-            return False
-        if time.monotonic() < self.quiet_until:
-            return False
-        contributors = self.contributing(number)
-        if contributors:
-            self.closed = number
-            self.contributors[number] = contributors
-            self.contributors.pop(number - _KNOWN, None)
-        return bool(contributors)
+        """Close a round if it waits for nobody; return whether it is closed."""
+        quiet = time.monotonic() < self.quiet_until
+        if self.closed < number and not quiet and not self.pending(number):
+            contributors = self.contributing(number)
+            if contributors:
+                self.closed = number
+                self.contributors[number] = contributors
+                self.contributors.pop(number - _KNOWN, None)
+                self.changed()
+        return self.closed >= number
+
+    def changed(self) -> None:
+        """Wake all calls that wait."""
+        self._change.set()
+        self._change = asyncio.Event()
+
+    async def wait(self, deadline: float) -> None:
+        """Wait for a change, or until then."""
+        if self._ticking is None:
+            self._ticking = asyncio.ensure_future(self._tick())
+        waiting = asyncio.ensure_future(self._change.wait())
+        await asyncio.wait([waiting], timeout=max(0.0, deadline - time.monotonic()))
+        waiting.cancel()
+
+    async def _tick(self) -> None:
+        """Wake them when a member falls silent: nobody reports that."""
+        last: list[int] = []
+        while True:
+            alive = self.alive()
+            quiet = time.monotonic() < self.quiet_until + 2 * TICK
+            if alive != last or quiet:
+                last = alive
+                self.changed()
+            await asyncio.sleep(TICK)

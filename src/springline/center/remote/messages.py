@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,21 +66,17 @@ class Message:
 
     Args:
         sender: whose.
-        data: the shard's part.
-        gradients: how many gradients an accumulated one holds.
+        fragment: of the model; the message is about nothing else.
+        data: the shard's part of that.
         seen: per entry of the layout, whether it has a gradient.
-        rates: per entry, its learning rate.
+        rates: per entry, the learning rate that goes with it; `NO_RATE` for none.
     """
 
     sender: Sender
+    fragment: int
     data: Bytes
-    gradients: int
     seen: NDArray[np.bool_]
     rates: NDArray[np.float64]
-
-    def rate(self, range_: ByteRange) -> float | None:
-        """Return the learning rate of a block; None if it is of several parameters."""
-        return None if range_.entry is None else float(self.rates[range_.entry])
 
 
 @dataclass(frozen=True)
@@ -124,10 +120,23 @@ class RankProgress:
     steps: int = 0
     exchanges: int = 0
     seconds: float = 0.0
+    speed: float = 0.0  # local steps per second
 
     def to_json(self) -> list[Any]:
         """Return what `RankProgress(*values)` takes."""
         return [self.incarnation, self.number, self.steps, self.exchanges, self.seconds]
+
+
+@dataclass
+class Look:
+    """What the head knows."""
+
+    members: list[int]
+    rows: dict[int, RankProgress]  # as of the members' last heartbeats
+    closed: int  # the last closed round
+    description: dict[str, Any]
+    finished: list[int]  # ranks that have made all their steps
+    given_up: list[int] | None  # ranks that the launcher does not restart, if there is one
 
 
 def latest(
@@ -158,6 +167,11 @@ def cut(plan: Plan, count: int) -> list[list[ByteRange]]:
     return [part for part in parts if part]
 
 
-def span(part: list[ByteRange]) -> tuple[int, int]:
+def span(part: Sequence[ByteRange]) -> tuple[int, int]:
     """Return the bytes of the center that a part holds: from, to."""
-    return part[0].start, part[-1].stop
+    return (part[0].start, part[-1].stop) if part else (0, 0)
+
+
+def of_fragment(part: Iterable[ByteRange], fragment: int) -> list[ByteRange]:
+    """Return what a part holds of a fragment: one shard of the layout after another, or nothing."""
+    return [range_ for range_ in part if range_.fragment == fragment]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from springline.center.plan import Plan
 from springline.center.remote.storage import Storage
 from springline.errors import CenterError
 
@@ -28,11 +29,29 @@ class Registration:
         self.found = False
         self.problem: CenterError | None = None  # with the storage
         self.storage: Storage | None = None
+        self._plan: Plan | None = None
         self._place = storage
         self._name = name
         self._open()
 
-    async def find(self) -> dict[str, Any] | None:
+    @property
+    def plan(self) -> Plan | None:
+        """The center's; None before it is made."""
+        if self._plan is None and self.description:
+            self._plan = Plan.from_json(self.description["plan"])
+        return self._plan
+
+    @property
+    def base(self) -> int:
+        """The version that the center was restored with."""
+        return int((self.description or {}).get("base", 0))
+
+    @property
+    def seal(self) -> list[int]:
+        """The mark, rank and incarnation of the worker that has sealed the center; else zeros."""
+        return list((self.description or {}).get("seal", [0, 0, 0]))
+
+    def find(self) -> dict[str, Any] | None:
         """Return what the center is; None if there is none.
 
         Raises:
@@ -42,7 +61,7 @@ class Registration:
             raise self.problem
         return self.description
 
-    async def publish(self, description: dict[str, Any]) -> None:
+    def publish(self, description: dict[str, Any]) -> None:
         """Let the center be there."""
         if self.storage:
             self.storage.write(NAME, description)

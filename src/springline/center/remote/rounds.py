@@ -28,21 +28,35 @@ class RemoteRounds:
 
     def __init__(self, member: RemoteMember) -> None:
         self._member = member
+        self._strict = member.rule.belongs_to_a_round
         self._next = 0  # round that we are in, if we know
 
-    def exchange(self, blocks: WorkerBlocks) -> None:
-        """Take part in one round."""
+    @property
+    def number(self) -> int:
+        """The number of the next round, from 0 on, if we know."""
+        return self._member.center.base + max(self._next, 1) - 1
+
+    def begin_here(self) -> None:
+        """Let the worker's buffers belong to the round that we may contribute to next."""
+        if self._strict:
+            self._next = self._begin()
+
+    def exchange(self, blocks: WorkerBlocks) -> bool:
+        """Take part in one round; False if the worker's buffers belong to an earlier one."""
         number, self._next = self._next, 0
         try:
-            while not self._next:
-                number = number or self._begin()
+            while True:
+                if not number:
+                    if self._strict:
+                        return False
+                    number = self._begin()
                 messages = self._contribute(blocks, number)
                 closed = self._close(number)
                 if closed:
                     self._reduce(blocks, messages, closed)
                     self._next = number + 1
-                else:  # it was closed without us meanwhile; then we are in the next
-                    number = 0
+                    return True
+                number = 0  # it was closed without us meanwhile; then we are in the next
         finally:
             if number and not self._next and not self._member.left:
                 with contextlib.suppress(CenterError):

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from springline.center.layout import Bytes, aligned_zeros
-from springline.center.plan import Plan, arrays_of, nbytes_of
+from springline.center.plan import Plan
 from springline.center.remote.checkpoints import Checkpoints
 from springline.center.remote.ledger import Ledger, Replies, Slots, kept
 from springline.center.remote.messages import (
@@ -33,10 +33,12 @@ from springline.center.remote.messages import (
     Sender,
     Trouble,
     cut,
+    of_fragment,
     span,
 )
 from springline.center.remote.steps import Steps
 from springline.center.remote.storage import Saved
+from springline.center.state import arrays_of, nbytes_of
 from springline.errors import CenterError, forgotten
 from springline.rules.outer import Exchange
 from springline.rules.rule import Rule
@@ -52,6 +54,7 @@ class Shard:
         count: of how many that were asked for.
         storage: where checkpoints go, if anywhere.
         every: exchanges, and seconds, from one checkpoint to the next, whichever comes first.
+        base: exchanges (rounds) before the center was made, of the checkpoint that it began with.
 
     Attributes:
         plan: of the whole center.
@@ -60,7 +63,7 @@ class Shard:
 
     calls: ClassVar[tuple[str, ...]] = (
         *("initialise", "seal", "exchange", "discount", "contribute", "reduce"),
-        *("read", "read_all", "rows", "save", "trouble"),
+        *("read", "read_all", "published", "rows", "save", "trouble"),
     )
 
     def __init__(
@@ -71,16 +74,24 @@ class Shard:
         count: int,
         storage: str | None = None,
         every: tuple[int, float] = (100, 10.0),
+        base: int = 0,
     ) -> None:
+        self._base = base
         self.plan = Plan.from_json(plan)
         self._rule = rule
         self.name = f"shard-{number}"
         self.ranges = ranges = cut(self.plan, count)[number]
+        count = self.plan.layout.fragments
+        self._fragments = [of_fragment(ranges, fragment) for fragment in range(count)]
         self._start, self._stop = span(ranges)
         self._center = aligned_zeros(self._stop - self._start)
         entries = self.plan.state_within(self._start, self._stop)
         self._state = aligned_zeros(nbytes_of(entries))
-        self._steps = Steps(self.plan, rule, ranges, self._center, arrays_of(entries, self._state))
+        arrays = arrays_of(entries, self._state)
+        self._steps = [
+            Steps(self.plan, rule, mine, self._part(self._center, fragment), arrays)
+            for fragment, mine in enumerate(self._fragments)
+        ]
         self._ready = False
         self.incarnation = uuid.uuid4().hex
         self._as_of = self._back_to = time.time()  # the last exchange; the last before the restart
@@ -88,7 +99,7 @@ class Shard:
         self._replies = Replies(kept(len(self._center)))
         self._slots = Slots()
         self._lease = 0  # of the last worker that has sent first values
-        self._mean: Reply | None = None  # of the last round that was reduced here
+        self._mean: tuple[int, Reply] | None = None  # the last round that was reduced here, and it
         self._turn = threading.Lock()  # of an exchange
         self._others: dict[tuple[int, int], int] = {}  # exchanges of others, at a worker's last
         self._problem = CenterError(
@@ -127,14 +138,14 @@ class Shard:
 
     def exchange(self, message: Message) -> Reply:
         """Apply a worker's exchange, once."""
-        sender = message.sender
+        sender, steps = message.sender, self._steps[message.fragment]
         self._check_ready()
         with self._ledger.one_at_a_time(sender), self._turn:
             if self._ledger.applied(sender):
-                return self._replies.to(sender) or Reply(self._steps.published(), forgotten=True)
+                return self._replies.to(sender) or Reply(steps.published(), forgotten=True)
             self._replies.forget(sender.rank)
             before = self._ledger.rows().get(sender.rank, RankProgress())
-            reply = self._steps.exchange(message, self._exchange(sender))
+            reply = steps.exchange(message, self._exchange(sender))
             if self._rule.adopts_seen or reply.refused:
                 self._replies.keep(sender, reply)
             self._note(sender)
@@ -153,7 +164,12 @@ class Shard:
     def contribute(self, message: Message, number: int) -> None:
         """Take a worker's message for a round."""
         self._check(message.sender)
-        self._slots.take(message.sender, message.data, number)
+        if message.fragment != self._fragment(number):
+            raise CenterError(
+                f"Round {number} is of fragment {self._fragment(number)}. Rank "
+                f"{message.sender.rank} has sent fragment {message.fragment}."
+            )
+        self._slots.take(message, number)
 
     def reduce(
         self, closed: ClosedRound, sender: Sender, without: Sequence[int] = ()
@@ -173,24 +189,36 @@ class Shard:
         number, contributors = closed.number, closed.contributors
         if self._ledger.restarted:
             contributors = [rank for rank in contributors if rank not in without]
+        steps = self._steps[self._fragment(number)]
         with self._turn:
             if self._slots.reduced < number:
                 messages = self._slots.of_round(number, contributors, sender.rank)
-                if isinstance(messages, list):
-                    return messages
-                refused = self._steps.round(list(messages.values()), number - 1)
+                if missing := [m for m in messages if isinstance(m, int)]:
+                    return missing
+                sent = [m for m in messages if isinstance(m, Message)]
+                refused = steps.round(sent, self._base + number - 1)
                 self._slots.forget(number)  # before anything else can fail: it is in the center
-                self._mean = Reply(self._steps.published(), refused)
+                self._mean = number, Reply(steps.published(), refused)
             self._note(sender)
-            if self._mean is None:
-                self._mean = Reply(self._steps.published())
-            return self._mean
+            if self._mean is None or self._mean[0] != number:  # it may be of another fragment
+                return Reply(steps.published())
+            return self._mean[1]
 
     def read(self) -> Reply:
         """Return a copy of this part of the center."""
         self._check_ready()
         with self._turn:
             return Reply(self._center.copy())
+
+    def published(self) -> Reply:
+        """Return a copy of what workers are given for this part of the center."""
+        self._check_ready()
+        with self._turn:
+            parts = [steps.published() for steps in self._steps]
+            out = aligned_zeros(len(self._center))
+            for fragment, part in enumerate(parts):
+                self._part(out, fragment)[:] = part
+            return Reply(out)
 
     def read_all(self) -> tuple[Bytes, Bytes]:
         """Return copies of this part of the center and of the outer optimizer's state."""
@@ -226,6 +254,15 @@ class Shard:
             }
             return header, {"center": self._center.copy(), "state": self._state.copy()}
 
+    def _part(self, buffer: Bytes, fragment: int) -> Bytes:
+        """Return a fragment's bytes of a buffer like this part of the center."""
+        start, stop = span(self._fragments[fragment])
+        return buffer[start - self._start : stop - self._start] if stop else buffer[:0]
+
+    def _fragment(self, number: int) -> int:
+        """Return the fragment that a round is of."""
+        return (self._base + number - 1) % len(self._fragments)
+
     def _exchange(self, sender: Sender) -> Exchange:
         """Return what the rule may know of a worker's exchange."""
         rows = self._ledger.rows()
@@ -234,7 +271,7 @@ class Shard:
         worker = sender.rank, sender.incarnation
         staleness = max(0, others - self._others.get(worker, sender.others))
         self._others[worker] = others
-        return Exchange(number=others + mine, staleness=staleness)
+        return Exchange(number=self._base + others + mine, staleness=staleness)
 
     def _check(self, sender: Sender) -> None:
         self._check_ready()
@@ -274,6 +311,9 @@ class Shard:
         np.copyto(self._center, tensors["center"])
         np.copyto(self._state, tensors["state"])
         self._ledger = Ledger.from_json(header["rows"])
+        rows = self._ledger.rows()
+        done = sum(row.exchanges for row in rows.values())
+        self._others = {(r, row.incarnation): done - row.exchanges for r, row in rows.items()}
         self._slots = Slots(header["round"])
         self._as_of = self._back_to = header["time"]
         self._ready = True

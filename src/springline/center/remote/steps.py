@@ -1,4 +1,4 @@
-"""The center's side of the four verbs on one part of a remote center."""
+"""The center's side of the four verbs: one fragment on one part of a remote center."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from springline.center.blocks import (
     adopted,
     check_message,
     commit,
+    mean_rates,
     step,
 )
 from springline.center.layout import ByteRange, Bytes, aligned_zeros
@@ -24,13 +25,13 @@ from springline.rules.rule import Rule
 
 
 class Steps:
-    """The blocks of one part of a center.
+    """The blocks of one fragment in one part of a center.
 
     Args:
         plan: of the whole center.
         rule: the workers'.
-        ranges: the shards of the layout that this part holds.
-        center: its bytes.
+        ranges: the shards of the layout that this part holds of the fragment.
+        center: their bytes.
         state: the outer optimizer's arrays.
     """
 
@@ -53,7 +54,7 @@ class Steps:
                     if stepped:
                         np.copyto(out, self._parts.view(block.range, message.data))
                         check_message(block, out)
-                        step(block, (out,), exchange, message.rate(block.range))
+                        step(block, (out,), exchange, message.rates)
                 except RefusedError as error:
                     refused.append(error.offset)
                     stepped = False
@@ -62,14 +63,17 @@ class Steps:
                     commit(block)
         return Reply(reply, tuple(refused))
 
-    def round(self, messages: Sequence[Bytes], number: int) -> tuple[int, ...]:
+    def round(self, messages: Sequence[Message], number: int) -> tuple[int, ...]:
         """Take a step with the mean of a round's messages; return what was refused, as in Reply."""
         exchange = Exchange(number=number)
+        rates = mean_rates([message.rates for message in messages])
+        data = [message.data for message in messages]
         refused = []
         with np.errstate(**ERRORS):
             for block in self._blocks:
                 try:
-                    step(block, [self._parts.view(block.range, m) for m in messages], exchange)
+                    parts = [self._parts.view(block.range, part) for part in data]
+                    step(block, parts, exchange, rates)
                 except RefusedError as error:
                     refused.append(error.offset)
                 else:
@@ -79,7 +83,6 @@ class Steps:
     def published(self) -> Bytes:
         """Return a copy of what workers are given for the center."""
         data = aligned_zeros(self._nbytes)
-        for block in self._blocks:
-            out = self._parts.view(block.range, data)
-            np.copyto(out, block.outer.publish(block.now, out))
+        for k in range(len(self._parts.shards)):
+            self._parts.publish(k, data)
         return data

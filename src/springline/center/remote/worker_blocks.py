@@ -1,4 +1,4 @@
-"""A worker's buffers, cut like the shards of a remote center: what is sent, what is adopted."""
+"""A fragment of a worker's buffers, cut like the shards of a remote center."""
 
 from __future__ import annotations
 
@@ -12,45 +12,55 @@ from springline.center.blocks import (
     Blocks,
     RefusedError,
     Side,
+    adopt,
     contribute,
     non_finite,
     take,
 )
 from springline.center.center import Local
-from springline.center.layout import ByteRange, Bytes
+from springline.center.layout import ByteRange, Bytes, aligned_zeros
 from springline.center.plan import Plan
-from springline.center.remote.messages import Reply, span
+from springline.center.remote.messages import Reply, of_fragment, span
 from springline.errors import NonFiniteError
 from springline.rules.rule import Rule
 
 
 class WorkerBlocks:
-    """The blocks of each shard in a worker's buffers.
+    """The blocks of each shard in a fragment of a worker's buffers: what is sent and adopted.
 
     Args:
         plan: the center's.
         shards: what each shard holds of it.
+        fragment: the fragment.
         rule: the worker's.
         rank: the worker's.
         local: its buffers.
     """
 
     def __init__(
-        self, plan: Plan, shards: Sequence[list[ByteRange]], rule: Rule, rank: int, local: Local
+        self,
+        plan: Plan,
+        shards: Sequence[list[ByteRange]],
+        fragment: int,
+        rule: Rule,
+        rank: int,
+        local: Local,
     ) -> None:
         self.local = local
+        self.fragment = fragment
         self._layout = plan.layout
         self._rule = rule
         self._rank = rank
-        self._places = [slice(*span(ranges)) for ranges in shards]
-        self._outgoing = plan.layout.allocate()
+        parts = [of_fragment(ranges, fragment) for ranges in shards]
+        self._places = [slice(*span(ranges)) for ranges in parts]
+        self._outgoing = [aligned_zeros(here.stop - here.start) for here in self._places]
         self._blocks: list[Blocks] = []
         self._sides: list[list[tuple[Block, Side]]] = []
-        for ranges, here in zip(shards, self._places, strict=True):
+        for ranges, here, out in zip(parts, self._places, self._outgoing, strict=True):
             a, base = (None if b is None else b[here] for b in (local.a, local.base))
             # `x` stands in for the center, which is not here.
             blocks = Blocks(plan, rule, ranges, local.x[here], {})
-            bound = blocks.bind(local.x[here], a, base, self._outgoing[here])
+            bound = blocks.bind(local.x[here], a, base, out, local.distance)
             pairs = zip(blocks.shards, bound, strict=True)
             self._blocks.append(blocks)
             self._sides.append([pair for shard in pairs for pair in zip(*shard, strict=True)])
@@ -68,7 +78,7 @@ class WorkerBlocks:
         for m, (_, side) in zip(messages, sides, strict=True):
             if m is not side.out:
                 np.copyto(side.out, m)
-        return self._outgoing[here]
+        return self._outgoing[shard]
 
     def adopt(self, shard: int, reply: Reply) -> NonFiniteError | None:
         """Adopt a shard's reply.
@@ -87,7 +97,7 @@ class WorkerBlocks:
             elif reply.forgotten and block.rule.adopts_seen:
                 take(side, c)
             else:
-                block.rule.adopt(side.x, side.base, c, block.work)
+                adopt(block, side, c)
         return refused
 
     def _message(self, block: Block, side: Side) -> Array:
@@ -95,6 +105,6 @@ class WorkerBlocks:
         if not block.has_gradient(self.local.seen):
             return side.out
         try:
-            return contribute(block, side, self.local.gradients)
+            return contribute(block, side, int(self.local.gradients[self.fragment]))
         except RefusedError as error:
             raise non_finite(self._layout, error.offset, self._rank) from error

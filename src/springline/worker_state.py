@@ -1,43 +1,54 @@
-"""A worker's part of an optimizer's `state_dict`: plain values and tensors by name."""
+"""A worker's part of an optimizer's saved state: plain values, and arrays by name."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from itertools import zip_longest
 from typing import Any
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 
 from springline.center import LayoutError, LocalCenter, SettingsError
-from springline.center.plan import BASE
+from springline.center.plan import BASE, EXCHANGES
 from springline.worker import Worker
 
+Array = NDArray[Any]
 State = dict[str, Any]
 
 
-def save(worker: Worker) -> State:
-    """Return the counters, `a` and `c̃`, and the center if it is this worker's own."""
+def save(worker: Worker, copy: Callable[[Array], Any] = np.copy) -> State:
+    """Return the counters, `a` and `c̃`, and the center if it is this worker's own.
+
+    Args:
+        worker: whose they are.
+        copy: makes of an array what is to be saved.
+    """
     local, layout = worker.local, worker.layout
     state: State = {
         "layout": layout.to_json(),
         "settings": worker.center.settings,
         "local_step": worker.local_step,
         "start_step": worker.start_step,
-        "exchanged_at": worker.exchanged_at,
-        "gradients": local.gradients,
+        "exchanged_at": list(worker.exchanged_at),
+        "due": worker.pace.due,
+        "gradients": local.gradients.tolist(),
         "begun": worker.begun,
     }
     if local.a is not None:
         views = layout.views(local.a)
-        state["a"] = {n: _tensor(views[n]) for n, i in layout.index.items() if local.seen[i]}
+        state["a"] = {n: copy(views[n]) for n, i in layout.index.items() if local.seen[i]}
     if local.base is not None:
-        state["copy"] = {n: _tensor(v) for n, v in layout.views(local.base).items()}
+        state["copy"] = {n: copy(v) for n, v in layout.views(local.base).items()}
+    if worker.background and (flight := worker.background.save(copy)):
+        state["in_flight"] = flight
     if own := own_center(worker):
         state["center"] = {
             "version": own.version,
-            "values": {n: _tensor(v) for n, v in own.values().items()},
+            "exchanges": int(own.memory.ranks[0, EXCHANGES]),
+            "values": {n: copy(v) for n, v in own.values().items()},
             "outer": {
-                layout.entries[i].name: {key: _tensor(v) for key, v in arrays.items()}
+                layout.entries[i].name: {key: copy(v) for key, v in arrays.items()}
                 for i, arrays in own.memory.state_of(own.plan).items()
             },
         }
@@ -52,7 +63,9 @@ def check(worker: Worker, state: State) -> None:
                 f"The state is of another model: where it has {_describe(its)}, this one has "
                 f"{_describe(mine)}. Nothing was loaded."
             )
-    for key in ("rule", "outer"):
+    keys = ["rule", "fragments", *["outer"] * ("center" in state)]
+    keys += ["delay"] * ("in_flight" in state)  # a message of this worker's is to be adopted then
+    for key in keys:
         ours, its = worker.center.settings.get(key), state["settings"].get(key)
         if ours != its:
             raise SettingsError(
@@ -62,19 +75,24 @@ def check(worker: Worker, state: State) -> None:
 
 
 def load(worker: Worker, state: State) -> None:
-    """Go back to what `save` returned. Tensors that it does not have stay as they are."""
+    """Go back to what `save` returned. Arrays that it does not have stay as they are."""
     local, layout = worker.local, worker.layout
     # Whether the center is to take what the model has loaded: not if it is restored itself.
     worker.begun = state.get("begun", True) and "center" in state
     worker.local_step, worker.start_step = state["local_step"], state["start_step"]
-    worker.exchanged_at = state["exchanged_at"]
+    worker.exchanged_at = list(state["exchanged_at"])
     local.forget_gradients()
-    local.gradients = state["gradients"]
+    local.gradients[:] = state["gradients"]
     if own := own_center(worker):
         _load_center(own, state.get("center"))
     if local.base is not None:
-        own_values = {n: torch.from_numpy(v) for n, v in worker.center.values().items()}
-        _write(layout.views(local.base), own_values | state.get("copy", {}))
+        _write(layout.views(local.base), {**worker.center.values(), **state.get("copy", {})})
+    worker.plan_next()
+    if state["settings"]["period"] == worker.center.settings["period"]:
+        # A schedule cannot tell in the middle of a period.
+        worker.pace.due = state.get("due", worker.pace.due)
+    if worker.background and "in_flight" in state:
+        worker.background.load(state["in_flight"])
     if local.a is not None:
         _write(layout.views(local.a), state["a"])
         for name in state["a"]:
@@ -89,6 +107,7 @@ def own_center(worker: Worker) -> LocalCenter | None:
 
 def _load_center(center: LocalCenter, state: State | None) -> None:
     if state is not None:
+        center.memory.ranks[0, EXCHANGES] = state["exchanges"]
         center.memory.head[BASE] += state["version"] - center.version
         _write(center.layout.views(center.memory.center), state["values"])
         arrays = center.memory.state_of(center.plan)
@@ -96,13 +115,9 @@ def _load_center(center: LocalCenter, state: State | None) -> None:
             _write(arrays[center.layout.index[name]], values)
 
 
-def _write(arrays: dict[str, np.ndarray[Any, Any]], tensors: dict[str, torch.Tensor]) -> None:
-    for name, tensor in tensors.items():
-        np.copyto(arrays[name], tensor.numpy())
-
-
-def _tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    return torch.from_numpy(array.copy())
+def _write(arrays: Mapping[str, Array], saved: Mapping[str, Any]) -> None:
+    for name, value in saved.items():
+        np.copyto(arrays[name], np.asarray(value))
 
 
 def _describe(row: list[Any] | None) -> str:

@@ -1,0 +1,266 @@
+"""DiLoCo and its relatives. Each wraps any torch optimizer, and is one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from springline.checks import is_number
+from springline.rules import AsyncDiLoCo, DiLoCo, Outer, SlowMo, SlowMomentum
+from springline.rules.diloco import PseudoGradient, Staleness
+from springline.rules.fragments import Fragments
+from springline.rules.period import Period
+from springline.rules.rule import Rule
+from springline.torch.naming import Named
+from springline.torch.optimizer import CenterOptimizer
+from springline.torch.outer import MakeOptimizer, outer_of
+from springline.torch.resolve import AnyCenter
+from springline.torch.wrapper import State
+
+
+class _PseudoGradientOptimizer(CenterOptimizer):
+    """What they share: an outer optimizer, to which Δ is the gradient."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        kind: type[PseudoGradient],
+        outer: Outer | MakeOptimizer | None,
+        settings: dict[str, Any],
+        **options: Any,
+    ) -> None:
+        def rule(workers: int, named: list[Named]) -> Rule:
+            own: dict[str, Any] = {} if outer is None else {"outer": outer_of(outer, named)}
+            return kind(workers=workers, **own, **settings)
+
+        super().__init__(optimizer, rule, **options)
+
+
+class DiLoCoOptimizer(_PseudoGradientOptimizer):
+    """DiLoCo: every few steps an outer optimizer takes a step with how far workers have come.
+
+    ```
+    Δ = base − x      c ← outer(c, mean of Δ)      x ← c      base ← c
+    ```
+
+    Args:
+        optimizer: any torch optimizer, made with the model's parameters.
+        model: the model; gives parameters their names, and lets its floating-point buffers travel
+            with the center.
+        period: τ, local steps between two rounds of the whole model: a number, one of
+            `springline.schedule`, or a function of the step.
+        outer: the outer optimizer: one of `springline.outer`, or a function that makes a torch
+            optimizer of a list of parameters. By default Nesterov momentum that fits the period:
+            0.7 and 0.5 up to 20 steps, 1.0 and 0.5 below 500, the paper's 0.7 and 0.9 from there.
+        fragments: into how many parts the model is cut, or lists of their parameters' names (or the
+            beginnings of names); one is exchanged every period/fragments steps.
+        delay: steps from making a message to adopting the center; they are made while the exchange
+            is under way, and are lost but for what `mixing` keeps.
+        mixing: the share of a worker's own way, in [0, 1), that it keeps when it adopts the center.
+        overlap: exchange in the background, and keep the steps that are made meanwhile.
+        use_locking: whether a shard is reduced under its lock; False only without outer state.
+        center: a center, the directory of a shared one, or a `torch.distributed` process group. By
+            default that of the run the script was started in, else one of this worker's own.
+        timeout: seconds after which waiting for other workers fails, naming them.
+        keep_own_weights: whether a worker that has loaded weights after this was made goes on with
+            those, where the center has others by then; by default it takes the center's.
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> opt = DiLoCoOptimizer(torch.optim.AdamW(model.parameters()), model=model, period=100)
+    >>> model(torch.ones(1, 2)).sum().backward()
+    >>> opt.step()
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        model: torch.nn.Module | None = None,
+        period: Period = 10,
+        outer: Outer | MakeOptimizer | None = None,
+        fragments: Fragments = 1,
+        delay: int = 0,
+        mixing: float = 0.0,
+        overlap: bool = False,
+        use_locking: bool = True,
+        center: AnyCenter = None,
+        timeout: float | None = None,
+        keep_own_weights: bool = False,
+    ) -> None:
+        super().__init__(
+            optimizer,
+            DiLoCo,
+            outer,
+            {"period": period, "fragments": fragments, "delay": delay, "mixing": mixing},
+            model=model,
+            center=center,
+            use_locking=use_locking,
+            synchronous=True,
+            overlap=overlap,
+            timeout=timeout,
+            keep_own_weights=keep_own_weights,
+        )
+
+
+class AsyncDiLoCoOptimizer(_PseudoGradientOptimizer):
+    """Asynchronous DiLoCo: every worker's Δ is a step of its own, and nobody waits.
+
+    Args:
+        optimizer: any torch optimizer, made with the model's parameters.
+        model: the model; gives parameters their names, and lets its floating-point buffers travel
+            with the center.
+        period: τ, local steps between two exchanges of the whole model: a number, one of
+            `springline.schedule`, or a function of the step.
+        outer: the outer optimizer: one of `springline.outer`, or a function that makes a torch
+            optimizer of a list of parameters. By default `DelayedNesterov` over as many pushes as
+            there are workers, with DiLoCo's rate and momentum.
+        staleness: how a message counts that missed s exchanges of others: "inverse" 1/(s + 1),
+            "sqrt" 1/√(s + 1); None for no difference.
+        dynamic_steps: whether a slower worker makes fewer steps in a period (DyLU), in proportion
+            to its steps per second.
+        fragments: into how many parts the model is cut, or lists of their parameters' names (or the
+            beginnings of names); one is exchanged every period/fragments steps.
+        delay: steps from making a message to adopting the center; they are made while the exchange
+            is under way, and are lost but for what `mixing` keeps.
+        mixing: the share of a worker's own way, in [0, 1), that it keeps when it adopts the center.
+        overlap: exchange in the background, and keep the steps that are made meanwhile.
+        use_locking: whether an exchange is atomic, per part of the center; False only with `SGD` as
+            the outer optimizer, since all others have state.
+        synchronous: whether all workers wait for each other before the first step.
+        center: a center, or the directory of a shared one. By default that of the run the script
+            was started in, else one of this worker's own.
+        timeout: seconds after which waiting for other workers fails, naming them.
+        keep_own_weights: whether a worker that has loaded weights after this was made goes on with
+            those, where the center has others by then; by default it takes the center's.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        model: torch.nn.Module | None = None,
+        period: Period = 10,
+        outer: Outer | MakeOptimizer | None = None,
+        staleness: Staleness | None = None,
+        dynamic_steps: bool = False,
+        fragments: Fragments = 1,
+        delay: int = 0,
+        mixing: float = 0.0,
+        overlap: bool = False,
+        use_locking: bool = True,
+        synchronous: bool = False,
+        center: AnyCenter = None,
+        timeout: float | None = None,
+        keep_own_weights: bool = False,
+    ) -> None:
+        settings: dict[str, Any] = {"period": period, "fragments": fragments, "delay": delay}
+        settings |= {"mixing": mixing, "staleness": staleness, "dynamic_steps": dynamic_steps}
+        super().__init__(
+            optimizer,
+            AsyncDiLoCo,
+            outer,
+            settings,
+            model=model,
+            center=center,
+            use_locking=use_locking,
+            synchronous=synchronous,
+            overlap=overlap,
+            timeout=timeout,
+            keep_own_weights=keep_own_weights,
+        )
+
+
+class SlowMoOptimizer(_PseudoGradientOptimizer):
+    """SlowMo: model averaging with slow momentum, in units of the inner learning rate.
+
+    ```
+    u ← βu + mean of Δ/η      c ← c − αηu      x ← c
+    ```
+    η is the inner optimizer's mean learning rate since the last round.
+
+    Args:
+        optimizer: any torch optimizer, made with the model's parameters.
+        model: the model; gives parameters their names, and lets its floating-point buffers travel
+            with the center.
+        period: τ, local steps between two rounds of the whole model: a number, one of
+            `springline.schedule`, or a function of the step.
+        slow_rate: α.
+        slow_momentum: β in [0, 1).
+        fragments: into how many parts the model is cut; see `DiLoCoOptimizer`.
+        overlap: meet in the background, and keep the steps that are made meanwhile.
+        use_locking: must be True: slow momentum is state of the center.
+        center: a center, the directory of a shared one, or a `torch.distributed` process group. By
+            default that of the run the script was started in, else one of this worker's own.
+        timeout: seconds after which waiting for other workers fails, naming them.
+        keep_own_weights: whether a worker that has loaded weights after this was made goes on with
+            those, where the center has others by then; by default it takes the center's.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        model: torch.nn.Module | None = None,
+        period: Period = 10,
+        slow_rate: float = 1.0,
+        slow_momentum: float = 0.5,
+        fragments: Fragments = 1,
+        overlap: bool = False,
+        use_locking: bool = True,
+        center: AnyCenter = None,
+        timeout: float | None = None,
+        keep_own_weights: bool = False,
+    ) -> None:
+        for name, value, top in (
+            ("slow_rate", slow_rate, math.inf),
+            ("slow_momentum", slow_momentum, 1.0),
+        ):
+            if not (is_number(value) and 0 <= value < top):
+                raise ValueError(
+                    f"`{name}` must be a number with 0 <= {name} < {top:g}. "
+                    f"Received: {name}={value!r}."
+                )
+        # By fragment: the step of its last exchange, and of each group's learning rate since then
+        # the sum, and of how many steps.
+        self._sums: dict[int, tuple[int, list[tuple[float, int]]]] = {}
+        super().__init__(
+            optimizer,
+            SlowMo,
+            SlowMomentum(slow_rate, slow_momentum),
+            {"period": period, "fragments": fragments},
+            model=model,
+            center=center,
+            use_locking=use_locking,
+            synchronous=True,
+            overlap=overlap,
+            timeout=timeout,
+            keep_own_weights=keep_own_weights,
+        )
+
+    def _observe(self) -> None:
+        """Note the learning rates of a step."""
+        for fragment, last in enumerate(self.worker.exchanged_at):
+            since, sums = self._sums.get(fragment, (last, []))
+            held = sums if since == last else []
+            new = len(self.param_groups) - len(held)
+            pairs = zip(self.param_groups, held + [(0.0, 0)] * new, strict=False)
+            sums = [(a + float(group.get("lr", 0.0)), n + 1) for group, (a, n) in pairs]
+            self._sums[fragment] = last, sums
+
+    def _before_exchange(self) -> None:
+        worker = self.worker
+        if not self._sums:
+            return
+        _, sums = self._sums[worker.fragment]
+        for group, (total, steps) in zip(self.param_groups, sums, strict=False):
+            for p in group["params"]:
+                worker.local.rates[self._entries[id(p)]] = total / steps
+
+    def _worker_state(self) -> State:
+        return super()._worker_state() | {"rates": dict(self._sums)}
+
+    def _load_worker_state(self, state: State) -> None:
+        super()._load_worker_state(state)
+        self._sums = dict(state["rates"])
