@@ -58,6 +58,30 @@ def test_save_center(tmp_path):
     }
 
 
+def test_save_center_with_the_statistics_of_batchnorm(tmp_path):
+    """They are in no center; of a model that is given they are written too."""
+    model = tf.keras.Sequential(
+        [tf.keras.layers.BatchNormalization(), tf.keras.layers.Dropout(0.5)]
+    )
+    x = tf.constant([[1.0, 3.0], [3.0, 5.0]])
+    model(x)
+    opt = small(moving_rate=0.5, rho=0.0)
+    opt.minimize(lambda: tf.reduce_sum(model(x, training=True)))
+    opt.save_center(tmp_path / "center.safetensors")
+    assert len(load_file(tmp_path / "center.safetensors")) == 2
+    opt.save_center(tmp_path / "center.safetensors", model)
+    saved = load_file(tmp_path / "center.safetensors")
+    (mean,) = [value for name, value in saved.items() if name.endswith("moving_mean")]
+    close(mean, [0.02, 0.04])  # a hundredth of the way from 0 to the mean of x
+    assert [n.rpartition("/")[2] for n in saved if "seed" not in n] == [
+        *("beta", "gamma", "moving_mean", "moving_variance")
+    ]
+    for name, value in opt._eager.center.values().items():
+        close(saved[name], value)
+    with pytest.raises(TypeError, match=r"`model` must be a Keras model"):
+        opt.save_center(tmp_path / "center.safetensors", "model")
+
+
 def test_variables_of_the_same_name():
     variables = [tf.Variable(0.0, name=name) for name in ("w", "w_1", "w", "w")]
     assert list(unique_names(variables)) == ["w", "w_1", "w_2", "w_3"]
@@ -237,7 +261,7 @@ def test_a_variable_made_inside_the_function():
 
 def test_bad_arguments():
     v = tf.Variable(1.0)
-    with pytest.raises(TypeError, match=r"must hold tf\.Variables"):
+    with pytest.raises(TypeError, match=r"`var_list` takes tf\.Variables"):
         small().compute_gradients(lambda: v * v, var_list=[1.0])
     with pytest.raises(RuntimeError, match=r"Received: EagerTensor of shape \(500,\) and dtype"):
         small().minimize(tf.zeros(500))

@@ -38,6 +38,7 @@ def worker(servers, rule, k, hook, workers=2, inner="momentum", **options):
 def test_nobody_waits_for_slots(rule, inner, resource):
     servers = Servers(1, 2)
     options = {"resource": resource, PERIODS[rule]: 1}
+    options |= {"rho": 0.0} if rule == "elastic" else {}
     models = [worker(servers, rule, k, True, inner=inner, **options) for k in range(2)]
     for model in models:
         model.start()

@@ -102,6 +102,7 @@ class Model:
     Args:
         servers: the cluster, or None for a plain local session.
         hook: whether the hook exchanges, or the operation alone.
+        scope: makes the scope that the optimizer and its train operation are made in.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Model:
         build,
         hook=False,
         resource=True,
-        ps=1,
+        scope=contextlib.nullcontext,
         **options,
     ):
         self.worker, self.hooked = worker, hook
@@ -140,11 +141,12 @@ class Model:
                 )
                 with v1.variable_scope("", custom_getter=self.getter, use_resource=resource):
                     made = build(self)
-                self.opt = wrap(rule, inner(), workers, self.getter, worker, **options)
-                if callable(made) or isinstance(made, tf.Tensor):
-                    self.train = self.opt.minimize(made, self.global_step)
-                else:
-                    self.train = self.opt.apply_gradients(made, self.global_step)
+                with scope():
+                    self.opt = wrap(rule, inner(), workers, self.getter, worker, **options)
+                    if callable(made) or isinstance(made, tf.Tensor):
+                        self.train = self.opt.minimize(made, self.global_step)
+                    else:
+                        self.train = self.opt.apply_gradients(made, self.global_step)
             self.hook = hook_of(rule, self.opt, worker) if hook else None
             self.init = None
             if not hook:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
 
 from springline.rules import AGN, Rule
-from springline.tensorflow.getter import AGNCustomGetter, Trio, Variable, v1
-from springline.tensorflow.given import outer_like
+from springline.tensorflow.getter import AGNCustomGetter, Trio, Variable
 from springline.tensorflow.optimizer import CenterOptimizer
+from springline.tensorflow.outer import OuterOptimizer, outer_like
 from springline.tensorflow.shards import Call, DeviceShard, Tensor, after, finite
 
 
@@ -32,6 +32,7 @@ class AGNOptimizer(CenterOptimizer):
     """
 
     getter_type = AGNCustomGetter
+    outer: OuterOptimizer
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class AGNOptimizer(CenterOptimizer):
         """Wrap an optimizer; the class has what the arguments mean."""
         period = ("communication_period", communication_period)
         super().__init__(optimizer, num_worker, custom_getter, period, use_locking, name, None)
-        self._outers: dict[str, Any] = {}  # by the shard's device
+        self.outer = OuterOptimizer(optimizer, use_locking, name)
         if self._eager:
             self._core_rule()  # refuses what it could not do later
 
@@ -58,15 +59,11 @@ class AGNOptimizer(CenterOptimizer):
 
     def make_session_run_hook(self, is_chief: bool, task_index: int) -> Any:
         """Return the hook for `MonitoredTrainingSession`."""
-        return self._hook(is_chief)
+        return self._hook()
 
     def variables(self) -> list[Variable]:
         """Return all variables of both optimizers' state."""
-        return [*super().variables(), *self.outer_variables()]
-
-    def outer_variables(self) -> list[Variable]:
-        """Return the variables of the center's optimizer."""
-        return [v for outer in self._outers.values() for v in outer.variables()]
+        return [*super().variables(), *self.outer.variables()]
 
     def _start(self, trio: Trio, c: Tensor) -> list[Any]:
         return [trio.local.assign(c), _clear(trio)]
@@ -81,9 +78,10 @@ class AGNOptimizer(CenterOptimizer):
 
     def _build(self, shards: Sequence[DeviceShard], name: str) -> None:
         super()._build(shards, name)
-        for device in [shard.device for shard in shards if shard.trios]:
-            if device not in self._outers:
-                self._outers[device] = _twin(self._opt, self._locking)
+        self.outer.prepare()
+
+    def _fed(self) -> AbstractContextManager[dict[Any, Tensor]]:
+        return self.outer.fed()
 
     def _exchange(self, shards: Sequence[DeviceShard], call: Call) -> Tensor:
         """Push `a/τ`, pull `c`."""
@@ -110,29 +108,13 @@ class AGNOptimizer(CenterOptimizer):
             return [after(shard.count())]
 
         def take(*means: Tensor) -> list[Tensor]:
-            outer = self._outers[shard.device]
-            step = outer.apply_gradients(list(zip(means, shard.centers, strict=True)))
-            with tf.control_dependencies([step]):
+            steps = self.outer.step(means, shard.centers)
+            with tf.control_dependencies(steps):
                 counted = shard.count()
-            with tf.control_dependencies([step, *counted]):
+            with tf.control_dependencies([*steps, *counted]):
                 return [*map(tf.identity, shard.read()), tf.constant(0)]
 
         return self._turns.take(shard, take, means)
-
-
-def _twin(opt: Any, use_locking: bool) -> Any:
-    """Return an optimizer of the same kind and settings, without any state.
-
-    What scales a loss has nothing to do with the center: there it is the optimizer inside.
-    """
-    if isinstance(opt, v1.mixed_precision.MixedPrecisionLossScaleOptimizer):
-        return _twin(opt._optimizer, use_locking)
-    twin = copy.copy(opt)
-    v1.train.Optimizer.__init__(twin, use_locking, opt.get_name())
-    for name, inside in vars(opt).items():  # of one that wraps another
-        if isinstance(inside, v1.train.Optimizer):
-            setattr(twin, name, _twin(inside, use_locking))
-    return twin
 
 
 def _accumulate(a: Variable, g: Any) -> Any:
@@ -147,5 +129,4 @@ def _mean(a: Variable, period: int) -> Tensor:
 
 
 def _clear(trio: Trio) -> Any:
-    a = trio.beside
-    return a.assign(tf.zeros(a.shape, a.dtype.base_dtype))
+    return trio.beside.assign(tf.zeros_like(trio.beside))

@@ -79,7 +79,7 @@ class ModelAverageOptimizer(CenterOptimizer):
 
     def make_session_run_hook(self) -> Any:
         """Return the hook for `MonitoredTrainingSession`."""
-        return self._hook(self._is_chief)
+        return self._hook()
 
     def apply_gradients(
         self, grads_and_vars: GradsAndVars, global_step: Any = None, name: str | None = None
@@ -125,10 +125,10 @@ class ModelAverageOptimizer(CenterOptimizer):
         self._come_back += back
         return self._contribute(shards, direct), this, look, self._adopt(shards, direct)
 
-    def exchange_in(self, session: Any, exchange: Any) -> None:
+    def exchange_in(self, session: Any, exchange: Any, feed: dict[Any, Any]) -> None:
         """Take part in a round, in runs of its own."""
         contribute, number, look, adopt = exchange
-        this = session.run(contribute)
+        this = session.run(contribute, feed)
         missing: set[str] = set()
 
         def done() -> bool:

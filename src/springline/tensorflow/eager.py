@@ -21,8 +21,10 @@ from springline import progress
 from springline import run as runs
 from springline.center import Center, LocalCenter
 from springline.center.checkpoint import write_tensors
+from springline.tensorflow.eager_state import EagerState, beside_views
 from springline.tensorflow.getter import Trio, Variable
-from springline.tensorflow.given import brief, first_value, plain, rate_of, ref_of, unique_names
+from springline.tensorflow.given import brief, check_run, first_value, unique_names, variables_of
+from springline.tensorflow.private import learning_rate_of
 from springline.worker import Worker
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 Pairs = list[tuple[Any, Variable]]
+# XLA cannot compile this operation, and says so by its name.
+_CALLS_PYTHON = "springline_exchange_calls_Python_so_leave_out_jit_compile"
 
 
 class EagerCenter:
@@ -42,24 +46,14 @@ class EagerCenter:
 
     def __init__(self, optimizer: CenterOptimizer, num_worker: int) -> None:
         self._optimizer = optimizer
-        self._run = run = runs.Run.from_environment()
-        if run.workers != num_worker:
-            raise ValueError(
-                f"`num_worker` is {num_worker}, but this is worker {run.rank} of a run of "
-                f"{run.workers}. In eager mode workers are started with `springline run "
-                f"--workers {num_worker} SCRIPT`, and `springline.workers()` tells how many."
-            )
-        if run.workers > 1 and run.directory is None:
-            raise ValueError(
-                f"This is worker {run.rank} of {run.workers}, but there is no run where they could "
-                "meet. Start them with `springline run`, or set SPRINGLINE_RUN to a directory that "
-                "they share."
-            )
+        self._run = runs.Run.from_environment()
+        check_run(self._run, num_worker)
         self._process = os.getpid()
         self._worker: Worker | None = None
         self._trios: dict[str, Trio] = {}  # by the parameter's name
         self._names: dict[Any, str] = {}  # by the variable
         self._seen: Any = None  # which variables had a gradient since the last exchange
+        self.state = EagerState(self, optimizer._opt)
 
     @property
     def worker(self) -> Worker:
@@ -85,6 +79,16 @@ class EagerCenter:
         """Steps of this rank before its restart."""
         return self.worker.start_step
 
+    @property
+    def joined(self) -> bool:
+        """Whether there is a worker."""
+        return self._worker is not None
+
+    @property
+    def variables(self) -> dict[str, Variable]:
+        """The variables in the center, by name."""
+        return {name: trio.local for name, trio in self._trios.items()}
+
     def trio(self, variable: Variable) -> Trio:
         """Return what belongs to a variable. Its center is not TensorFlow's: None."""
         return self._trios[self._names[variable.ref()]]
@@ -93,7 +97,7 @@ class EagerCenter:
 
     def attach(self, variables: Iterable[Any]) -> bool:
         """Make the worker of these variables, once; return whether that gave them other values."""
-        new = {ref_of(v): v for v in variables if ref_of(v) not in self._names}
+        new = {v.ref(): v for v in variables if v.ref() not in self._names}
         if not new:
             return False
         if self._worker is not None:
@@ -122,8 +126,7 @@ class EagerCenter:
         progress.note_first_step(worker)
         if not isinstance(worker.center, LocalCenter):
             atexit.register(self._at_exit)
-        kept = worker.local.base if worker.local.a is None else worker.local.a
-        views = {} if kept is None else worker.layout.views(kept)
+        views = beside_views(worker)
         for name, v in variables.items():
             beside = None
             if name in views:  # c̃ = c, a = 0
@@ -132,12 +135,13 @@ class EagerCenter:
             self._names[v.ref()] = name
         if worker.rule.accumulates:
             self._seen = tf.Variable(tf.zeros([len(variables)], tf.bool), trainable=False)
-        if all(np.array_equal(values[name], x) for name, x in worker.parameters.items()):
-            return False
-        self._write()
-        return True
+        changed = any(not np.array_equal(values[n], x) for n, x in worker.parameters.items())
+        if changed:
+            self._write()
+        self.state.restore()
+        return changed
 
-    def gradients(self, loss: Any, var_list: Any, grad_loss: Any) -> Pairs:
+    def gradients(self, loss: Any, var_list: Any, **others: Any) -> Pairs:
         """Return the gradients of `loss`, at the center if this is the first step."""
         if not callable(loss):
             raise RuntimeError(  # noqa: TRY004 - as documented
@@ -145,14 +149,13 @@ class EagerCenter:
                 f"to minimize, such as `lambda: model_loss(x, y)`. Received: {brief(loss)}."
             )
         if var_list is not None:
-            var_list = [plain(v) for v in tf.nest.flatten(var_list)]
             self.attach(var_list)
         compute = self._optimizer._opt.compute_gradients
-        pairs: Pairs = compute(loss, var_list=var_list, grad_loss=grad_loss)
+        pairs: Pairs = compute(loss, var_list=var_list, **others)
         if not pairs:
             raise ValueError("The loss reads no trainable variable, and `var_list` has none.")
         if self.attach(v for _, v in pairs) and tf.executing_eagerly():
-            pairs = compute(loss, var_list=var_list, grad_loss=grad_loss)  # elsewhere, so again
+            pairs = compute(loss, var_list=var_list, **others)  # elsewhere, so again
         return pairs
 
     # A step.
@@ -175,7 +178,7 @@ class EagerCenter:
             version, *values = self._swap(*(tensor.numpy() for tensor in sent))
         else:
             dtypes = [tf.int64, *(v.dtype for v in into)]
-            version, *values = tf.numpy_function(self._swap, sent, dtypes)
+            version, *values = tf.numpy_function(self._swap, sent, dtypes, name=_CALLS_PYTHON)
         for v, value in zip(into, values, strict=True):
             v.assign(tf.ensure_shape(value, v.shape))
         self._forget()
@@ -190,7 +193,8 @@ class EagerCenter:
         sent = [trio.local.read_value() for trio in trios]
         if self._seen is not None:
             sent += [trio.beside.read_value() for trio in trios]
-            sent += [self._seen.read_value(), tf.convert_to_tensor(rate_of(self._optimizer._opt))]
+            rate = tf.convert_to_tensor(learning_rate_of(self._optimizer._opt))
+            sent += [self._seen.read_value(), rate]
         return sent
 
     def _received(self) -> list[Variable]:
@@ -198,6 +202,15 @@ class EagerCenter:
         trios = self._trios.values()
         copies = [trio.beside for trio in trios] if self.worker.local.base is not None else []
         return [*(trio.local for trio in trios), *copies]
+
+    def take_worker(self) -> None:
+        """Set the local step, and `c̃` or `a`, to what the worker has."""
+        self._optimizer._local_step.assign(self.worker.local_step)
+        for name, view in beside_views(self.worker).items():
+            beside = self._trios[name].beside
+            beside.assign(view.astype(beside.dtype.as_numpy_dtype))
+        if self._seen is not None:
+            self._seen.assign(self.worker.local.seen.astype(bool))
 
     def _forget(self) -> None:
         """`a ← 0`."""
@@ -229,7 +242,7 @@ class EagerCenter:
             for name, a in zip(self._trios, sums, strict=True):
                 np.copyto(views[name], a)
             worker.local.seen[:] = seen
-            worker.local.gradients = count - worker.exchanged_at
+            worker.local.gradients[:] = count - worker.exchanged_at[0]
             worker.set_learning_rate(float(rate))
 
     def _results(self) -> list[Array]:
@@ -248,6 +261,10 @@ class EagerCenter:
 
     # The end.
 
+    def gather(self) -> None:
+        """Bring what there is now into the worker's buffers."""
+        self._fill(self.local_step, [tensor.numpy() for tensor in self._sent()])
+
     def finish(self) -> None:
         """Exchange what the last period left over, and leave the center."""
         if self._worker is None or self._worker.finished:
@@ -255,7 +272,7 @@ class EagerCenter:
         atexit.unregister(self._at_exit)
         try:
             with self._worker:  # exchanges at the end of the block, and leaves in any case
-                self._fill(self.local_step, [tensor.numpy() for tensor in self._sent()])
+                self.gather()
         finally:
             self._write()
 
@@ -268,6 +285,10 @@ class EagerCenter:
         self.worker.for_good = False  # it may have ended early, and be restarted
         progress.finish_at_exit(self.finish, self._process)
 
-    def save_center(self, path: str | Path) -> None:
-        """Write the center as safetensors, under the variables' names."""
-        write_tensors(Path(path), self.worker.center.values(), {})
+    def save_center(self, path: str | Path, model: Any) -> None:
+        """Write the center as safetensors, under the variables' names; the rest is the model's."""
+        values = dict(self.worker.center.values())
+        others = [] if model is None else variables_of(model)
+        named = unique_names({v.ref(): v for v in [*self.variables.values(), *others]}.values())
+        values |= {name: v.numpy() for name, v in named.items() if name not in values}
+        write_tensors(Path(path), values, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,11 +11,19 @@ import tensorflow as tf
 
 from springline.checks import is_number, true_or_false
 from springline.rules import ElasticAverage, Rule
-from springline.tensorflow.getter import ElasticAverageCustomGetter, Trio, Variable
-from springline.tensorflow.given import GradsAndVars
+from springline.tensorflow.getter import ElasticAverageCustomGetter, Trio, Variable, v1
+from springline.tensorflow.given import GradsAndVars, brief
 from springline.tensorflow.members import Barrier, Members
 from springline.tensorflow.optimizer import CenterOptimizer
+from springline.tensorflow.private import learning_rate_of
 from springline.tensorflow.shards import Body, Call, DeviceShard, Tensor, after, direct, finite
+
+# Whose step is as long as the gradient, so that `α / learning_rate` pulls by α.
+_LINEAR = (
+    v1.train.GradientDescentOptimizer,
+    v1.train.MomentumOptimizer,
+    v1.train.ProximalGradientDescentOptimizer,
+)
 
 
 class ElasticAverageOptimizer(CenterOptimizer):
@@ -31,8 +40,10 @@ class ElasticAverageOptimizer(CenterOptimizer):
         moving_rate: α in (0, 1]. The default is `0.9 / τ / num_worker`, as it was in TensorFlow 1;
             the paper's authors use `0.9 / num_worker`, and so does the rest of springline.
         rho: the exploration penalty, `ρ·½‖x − c̃‖²` in the loss, with `c̃` the center as it was at
-            the last exchange. The default is α divided by the learning rate. 0 costs nothing, and
-            is advised for asynchronous runs.
+            the last exchange. It is of all variables that are trained: one without a gradient gets
+            `ρ(x − c̃)`, and an embedding's gradient becomes dense, for unused rows are pulled, too.
+            The default is α divided by the learning rate. 0 costs nothing, and is advised for
+            asynchronous runs.
         use_locking: whether a worker reads all its centers of a server at once, and adds to all of
             them at once, each under a lock of the server that all workers share: no exchange sees
             a part of another's. The lock is not held while anything travels: others may add
@@ -66,6 +77,11 @@ class ElasticAverageOptimizer(CenterOptimizer):
         super().__init__(opt, num_worker, ea_custom_getter, period, use_locking, name, timeout)
         true_or_false("synchronous", synchronous)
         moving_rate, rho = _plain(moving_rate), _plain(rho)
+        if tf.is_tensor(moving_rate):
+            raise ValueError(
+                "`moving_rate` must be a number that is known when the optimizer is made, not a "
+                f"tensor. Received: {brief(moving_rate)}."
+            )
         default = self.BETA / self._period / self._num_worker
         α = default if moving_rate is None else moving_rate
         if not (is_number(α) and 0 < α <= 1):
@@ -74,17 +90,17 @@ class ElasticAverageOptimizer(CenterOptimizer):
                 f"center move towards each other. Received: moving_rate={moving_rate!r}. Leave it "
                 f"out for the default, {self.BETA}/communication_period/num_worker = {default:g}."
             )
-        rate = rho if rho is not None else _rate_of(opt, α)
-        # A rate that may change is asked for at every step: here only that it is not 0.
-        known: Any = rate if isinstance(rate, float | int | str) and (rate or rho == 0) else 1.0
+        # `_penalize` has the value; the rule needs to know only whether there is a penalty.
+        known: Any = rho if isinstance(rho, float | int | str) else 1.0
         self._rule = ElasticAverage(
             period=self._period,
             workers=self._num_worker,
             moving_rate=α,
             rho=known,
         )
-        self._rho = rate
-        self._default_rho = rho is None
+        self._rho = rho
+        if rho is None:
+            _check_default(opt, α)
         self._synchronous = synchronous
         if synchronous and not self._eager:
             self._members = Members(self._getter.worker_device, self._num_worker)
@@ -103,7 +119,7 @@ class ElasticAverageOptimizer(CenterOptimizer):
 
     def make_session_run_hook(self, is_chief: bool, task_index: int) -> Any:
         """Return the hook for `MonitoredTrainingSession`."""
-        hook = self._hook(is_chief)
+        hook = self._hook()
         if self._synchronous:
             self._barrier = self._make_barrier()
         return hook
@@ -120,10 +136,8 @@ class ElasticAverageOptimizer(CenterOptimizer):
         return self._rule
 
     def _penalize(self, gradients: GradsAndVars, grad_loss: Any) -> list[tuple[Any, Variable]]:
-        rho = self._rho
-        if self._eager and self._default_rho:  # no graph follows the learning rate
-            rho = _rate_of(self._opt, self._rule.alpha)
-        if isinstance(rho, float | int) and rho == 0:
+        rho = _default_rho(self._opt, self._rule.alpha) if self._rho is None else self._rho
+        if _is_plain(rho) and rho == 0:
             return list(gradients)
         return [(self._pulled(g, v, grad_loss, rho), v) for g, v in gradients]
 
@@ -180,19 +194,37 @@ class ElasticAverageOptimizer(CenterOptimizer):
         return after(done)
 
 
-def _rate_of(opt: Any, α: float) -> Any:
-    """Return the default ρ, `α / learning_rate`; 0 where nothing is learned."""
-    rate = getattr(opt, "_learning_rate", getattr(opt, "_lr", None))
-    rate = _plain(rate() if callable(rate) else rate)
+def _default_rho(opt: Any, α: float) -> Any:
+    """Return `α / learning_rate`; 0 where nothing is learned."""
+    rate = _plain(learning_rate_of(opt))
     if rate is None:
         raise ValueError(
             f"The default of `rho` is moving_rate / learning_rate, but {type(opt).__name__} has no "
             "learning rate that could be found. Give `rho`; 0.0 is advised for asynchronous runs."
         )
-    if isinstance(rate, float | int):
+    if _is_plain(rate):
         return α / rate if rate else 0.0
     rate = tf.convert_to_tensor(rate)
     return tf.math.divide_no_nan(tf.cast(α, rate.dtype), rate)
+
+
+def _check_default(opt: Any, α: float) -> None:
+    """Warn if the default of `rho` would keep the model from learning."""
+    rho = _default_rho(opt, α)
+    if isinstance(opt, _LINEAR) or (_is_plain(rho) and rho == 0):
+        return
+    number = f" = {α:g} / {α / rho:g} = {rho:g}" if _is_plain(rho) else ""
+    warnings.warn(
+        f"The default of `rho` is moving_rate / learning_rate{number}, as tf.contrib.opt had it. "
+        f"The steps of {type(opt).__name__} do not grow with the gradient, so with such a `rho` "
+        "they hardly do anything but stay at the center. Give `rho=0.0`, which is advised for "
+        "asynchronous runs.",
+        stacklevel=3,
+    )
+
+
+def _is_plain(number: Any) -> bool:
+    return isinstance(number, float | int)
 
 
 def _plain(number: Any) -> Any:

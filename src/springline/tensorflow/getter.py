@@ -6,7 +6,7 @@ They are for `tf.compat.v1.variable_scope(custom_getter=...)` under
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import tensorflow as tf
@@ -77,8 +77,7 @@ class CustomGetter:
         )
         beside = None
         if self.beside:
-            like = {"shape": local.shape, "dtype": local.dtype.base_dtype}
-            like |= {"initializer": v1.zeros_initializer(), "constraint": None}
+            like = {"constraint": None, **_zeros(local)}
             with v1.device(self.worker_device):
                 beside = getter(
                     f"{self.beside}/{name}",
@@ -112,20 +111,66 @@ class CustomGetter:
         return [trio for trio in self._trios.values() if trio.local.graph is graph]
 
 
+class Map(Mapping[Variable, Variable]):
+    """From each variable of the worker to its center, or to what is beside it.
+
+    TensorFlow 1's getters had such dictionaries, and programs read them. Variables of TensorFlow 2
+    cannot be keys of one.
+    """
+
+    def __init__(self, trios: Mapping[Any, Trio], part: str) -> None:
+        self._trios = trios
+        self._part = part
+
+    def __getitem__(self, variable: Variable) -> Variable:
+        return getattr(self._trios[variable.ref()], self._part)
+
+    def __iter__(self) -> Iterator[Variable]:
+        return (trio.local for trio in self._trios.values())
+
+    def __len__(self) -> int:
+        return len(self._trios)
+
+
 class ElasticAverageCustomGetter(CustomGetter):
     """For `ElasticAverageOptimizer`: beside each variable its worker's last copy of the center."""
 
     beside = LOCAL_VARIABLE_NAME
 
+    def __init__(self, worker_device: str) -> None:
+        """Make a getter; the class has what the arguments mean."""
+        super().__init__(worker_device)
+        self._global_map = Map(self._trios, "center")
+        self._local_map = Map(self._trios, "beside")
+
 
 class ModelAverageCustomGetter(CustomGetter):
     """For `ModelAverageOptimizer`."""
+
+    def __init__(self, worker_device: str) -> None:
+        """Make a getter; the class has what the arguments mean."""
+        super().__init__(worker_device)
+        self._local_2_global = Map(self._trios, "center")
 
 
 class AGNCustomGetter(CustomGetter):
     """For `AGNOptimizer`: beside each variable its accumulated gradient."""
 
     beside = GRAD_VARIABLE_NAME
+
+    def __init__(self, worker_device: str) -> None:
+        """Make a getter; the class has what the arguments mean."""
+        super().__init__(worker_device)
+        self._global_map = Map(self._trios, "center")
+        self._grad_map = self._local_map = Map(self._trios, "beside")
+
+
+def _zeros(variable: Variable) -> dict[str, Any]:
+    """Return the arguments for a variable of zeros, like another."""
+    dtype = variable.dtype.base_dtype
+    if variable.shape.is_fully_defined():
+        return {"shape": variable.shape, "dtype": dtype, "initializer": v1.zeros_initializer()}
+    return {"shape": None, "dtype": dtype, "initializer": tf.zeros_like(variable.initial_value)}
 
 
 def _is_trainable(trainable: bool | None, synchronization: Any) -> bool:
@@ -138,6 +183,4 @@ def _slices(variable: Variable | None) -> Iterable[Any]:
     """Return the slices of a partitioned variable, or the variable itself."""
     if variable is None:
         return iter(lambda: None, object())  # None, as often as it is asked
-    if hasattr(variable, "_get_variable_list") or not hasattr(variable, "ref"):
-        return list(variable)
-    return [variable]
+    return [variable] if isinstance(variable, tf.Variable) else list(variable)

@@ -10,8 +10,8 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from springline.rules import SGD, Adagrad, Adam, Momentum, Outer
-from springline.tensorflow.getter import Trio, Variable, v1
+from springline.run import Run
+from springline.tensorflow.getter import Trio, Variable
 
 Array = NDArray[Any]
 GradsAndVars = Iterable[tuple[Any, Variable]]
@@ -82,9 +82,67 @@ def _gradient(g: Any, v: Any) -> Any:
     )
 
 
+class NotAVariableError(TypeError, ValueError):
+    """Documented as a TypeError of `compute_gradients` and as a ValueError of `minimize`."""
+
+
+def variables(var_list: Any) -> list[Variable]:
+    """Return the variables of a list; of a partitioned one its slices.
+
+    Raises:
+        NotAVariableError: it has something else.
+    """
+    given = tf.nest.flatten(var_list)
+    parts = (part for v in given for part in (v if hasattr(v, "as_tensor") else [v]))
+    return [_variable("var_list", part) for part in parts]
+
+
+def counter(global_step: Any) -> Variable | None:
+    """Return the variable that counts exchanges; refuse anything else but None."""
+    return None if global_step is None else _variable("global_step", global_step)
+
+
+def _variable(argument: str, given: Any) -> Variable:
+    variable = plain(given)
+    if not isinstance(variable, tf.Variable):
+        raise NotAVariableError(
+            f"`{argument}` takes tf.Variables and Keras' variables only. Received: {brief(given)}."
+        )
+    return variable
+
+
+def graph_loss(loss: Any) -> Any:
+    """Return a loss of a graph as a tensor."""
+    value = loss() if callable(loss) else loss
+    if not tf.is_tensor(value):
+        raise ValueError(
+            "`loss` must be a tensor, or a callable without arguments that returns one. "
+            f"Received: {brief(value)}."
+        )
+    return value
+
+
+def scale_of(loss: Any, grad_loss: Any) -> Any:
+    """Return the gradient of the loss itself as a tensor."""
+    with contextlib.suppress(TypeError, ValueError):
+        return tf.convert_to_tensor(grad_loss, loss.dtype)
+    raise ValueError(
+        "`grad_loss` must be a tensor of the loss's dtype, or a number. "
+        f"Received: {brief(grad_loss)}."
+    )
+
+
 def no_meaning(method: str) -> RuntimeError:
     """Return the error for a method that graphs have."""
     return RuntimeError(f"In eager mode there is no `{method}`: {_INSTEAD[method]}.")
+
+
+def no_checkpoint() -> RuntimeError:
+    """Return the error for `tf.train.Checkpoint` in a graph."""
+    return RuntimeError(
+        "In a graph `tf.train.Checkpoint` does not save an optimizer of springline: the hook's "
+        "`MonitoredTrainingSession` does, in its `checkpoint_dir`, and so does `swapping_saver`."
+    )
 
 
 def check_mode(made_eager: bool) -> None:
@@ -94,6 +152,32 @@ def check_mode(made_eager: bool) -> None:
         raise RuntimeError(
             f"This optimizer was made in {made} and is used in {used}. Make it where it is used."
         )
+
+
+def check_run(run: Run, num_worker: int) -> None:
+    """Refuse, in eager mode, a run of another number of workers, or without a place to meet."""
+    if run.workers != num_worker:
+        raise ValueError(
+            f"`num_worker` is {num_worker}, but this is worker {run.rank} of a run of "
+            f"{run.workers}. In eager mode workers are started with `springline run "
+            f"--workers {num_worker} SCRIPT`, and `springline.workers()` is their number."
+        )
+    if run.workers > 1 and run.directory is None:
+        raise ValueError(
+            f"This is worker {run.rank} of {run.workers}, but there is no run where they could "
+            "meet. Start them with `springline run`, or set SPRINGLINE_RUN to a directory that "
+            "they share."
+        )
+
+
+def variables_of(model: Any) -> list[Variable]:
+    """Return all variables of a model of Keras', or of a `tf.Module`."""
+    try:
+        return variables(list(model.variables))
+    except (AttributeError, TypeError) as error:
+        raise TypeError(
+            f"`model` must be a Keras model, or a tf.Module. Received: {brief(model)}."
+        ) from error
 
 
 def unique_names(variables: Iterable[Variable]) -> dict[str, Variable]:
@@ -109,15 +193,6 @@ def unique_names(variables: Iterable[Variable]) -> dict[str, Variable]:
     return named
 
 
-def ref_of(variable: Any) -> Any:
-    """Return a variable's reference; refuse what is none."""
-    if not isinstance(variable, tf.Variable):
-        raise TypeError(
-            f"`var_list` must hold tf.Variables, or Keras' variables. Received: {brief(variable)}."
-        )
-    return variable.ref()
-
-
 def first_value(variable: Variable) -> Array:
     """Return what a variable is to begin with."""
     if not variable.is_initialized():
@@ -127,41 +202,6 @@ def first_value(variable: Variable) -> Array:
         )
     value: Array = variable.numpy()
     return value
-
-
-def rate_of(opt: Any) -> Any:
-    """Return the learning rate of one of the optimizers below, as it is now."""
-    rate = opt._lr if isinstance(opt, v1.train.AdamOptimizer) else opt._learning_rate
-    return rate() if callable(rate) else rate
-
-
-def outer_like(opt: Any) -> Outer:
-    """Return an optimizer for the center, of the same kind and settings."""
-    make = _OUTERS.get(type(opt))
-    if make is None or getattr(opt, "_use_nesterov", False):
-        kind = type(opt).__name__ + (" with `use_nesterov`" if make else "")
-        names = ", ".join(known.__name__ for known in _OUTERS)
-        raise ValueError(
-            f"In eager mode AGN has no optimizer like {kind} for the center. Use one of {names} "
-            "(without `use_nesterov`), or another rule."
-        )
-    return make(opt)
-
-
-_OUTERS: dict[type, Callable[[Any], Outer]] = {
-    v1.train.GradientDescentOptimizer: lambda opt: SGD(_number(rate_of(opt))),
-    v1.train.MomentumOptimizer: lambda opt: Momentum(_number(rate_of(opt)), _number(opt._momentum)),
-    v1.train.AdagradOptimizer: lambda opt: Adagrad(
-        _number(rate_of(opt)), _number(opt._initial_accumulator_value)
-    ),
-    v1.train.AdamOptimizer: lambda opt: Adam(
-        _number(rate_of(opt)), _number(opt._beta1), _number(opt._beta2), _number(opt._epsilon)
-    ),
-}
-
-
-def _number(value: Any) -> float:
-    return float(value() if callable(value) else value)
 
 
 def brief(value: Any) -> str:

@@ -25,7 +25,7 @@ class Table:
     """A table of task names and numbers, on the device of a shard; 0 for names it does not hold."""
 
     def __init__(self, shard: DeviceShard, name: str) -> None:
-        with v1.device(shard.device):
+        with v1.device(shard.device), tf.control_dependencies(None):
             self._handle = _raw.MutableHashTableV2(
                 key_dtype=tf.string, value_dtype=tf.int64, shared_name=f"springline/{name}"
             )
@@ -93,7 +93,8 @@ class Barrier:
         self._members = members
         self._shard = shard
         self._table = Table(shard, f"{name}/barrier")
-        self._look = direct(shard, self._arrive)
+        with tf.control_dependencies(None):
+            self._look = direct(shard, self._arrive)
 
     def wait_in(self, session: Any, timeout: float | None) -> None:
         """Wait, in runs of a session."""

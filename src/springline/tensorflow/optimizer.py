@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,10 +25,12 @@ from springline.tensorflow.given import (
     brief,
     check_mode,
     checked,
+    counter,
     no_meaning,
     trained,
 )
 from springline.tensorflow.hook import CenterHook
+from springline.tensorflow.outer import OuterOptimizer
 from springline.tensorflow.saver import SwappingSaver
 from springline.tensorflow.shards import Body, Call, DeviceShard, Tensor, Turns, cut, direct
 from springline.tensorflow.step import (
@@ -37,14 +40,17 @@ from springline.tensorflow.step import (
     local_variables,
     reach,
     refuse_branches,
+    refuse_private_counter,
     step_counter,
 )
+from springline.tensorflow.wrapper import WrappingOptimizer
 
 
-class CenterOptimizer(v1.train.Optimizer):
+class CenterOptimizer(WrappingOptimizer):
     """An optimizer that wraps another, and now and then exchanges with the center."""
 
     getter_type: ClassVar[type[CustomGetter]]
+    outer: OuterOptimizer | None = None  # the center's optimizer, if the rule has one
     _synchronous: bool | None = None  # whether all wait before the first step; None: the rule knows
 
     def __init__(
@@ -57,12 +63,7 @@ class CenterOptimizer(v1.train.Optimizer):
         name: str,
         timeout: float | None,
     ) -> None:
-        super().__init__(use_locking, name)
-        if not isinstance(opt, v1.train.Optimizer):
-            raise TypeError(
-                "The wrapped optimizer must be one of `tf.compat.v1.train`'s, such as "
-                f"`tf.compat.v1.train.MomentumOptimizer`. Received: {brief(opt)}."
-            )
+        super().__init__(opt, use_locking, name)
         at_least_one("num_worker", num_worker, "It is the number of workers of the cluster.")
         true_or_false("use_locking", use_locking)
         at_least_one(*period, "It is the number of local steps between two exchanges.")
@@ -76,7 +77,6 @@ class CenterOptimizer(v1.train.Optimizer):
             )
         if timeout is not None and not (is_number(timeout) and timeout > 0):
             raise ValueError(f"`timeout` must be a number of seconds > 0. Received: {timeout!r}.")
-        self._opt = opt
         self._num_worker = int(num_worker)
         self._getter = getter
         self._period = int(period[1])
@@ -88,49 +88,6 @@ class CenterOptimizer(v1.train.Optimizer):
         self._local_step = step_counter(getter.worker_device)
         if not eager:
             self._note = StartNote(getter.worker_device, self._local_step.op.name)
-
-    # What TensorFlow's optimizers have.
-
-    def compute_gradients(
-        self,
-        loss: Any,
-        var_list: Sequence[Variable] | None = None,
-        gate_gradients: int = v1.train.Optimizer.GATE_OP,
-        aggregation_method: Any = None,
-        colocate_gradients_with_ops: bool = False,
-        grad_loss: Any = None,
-    ) -> list[tuple[Any, Variable]]:
-        """Compute gradients of `loss`, for `apply_gradients`.
-
-        Args:
-            loss: a tensor, or a callable without arguments that returns one; in eager mode a
-                callable.
-            var_list: the variables; by default all trainable ones of the graph, in eager mode
-                those that the loss reads.
-            gate_gradients: `GATE_NONE`, `GATE_OP` or `GATE_GRAPH`.
-            aggregation_method: of `tf.AggregationMethod`, how gradient terms are added.
-            colocate_gradients_with_ops: whether gradients are computed where their operations are.
-            grad_loss: the gradient of `loss` itself, for instance a loss scale.
-
-        Returns:
-            (gradient, variable) pairs; a gradient is a tensor, an `IndexedSlices` or None.
-
-        Raises:
-            RuntimeError: in eager mode, `loss` is not callable.
-        """
-        check_mode(self._eager is not None)
-        if self._eager:
-            found = self._eager.gradients(loss, var_list, grad_loss)
-            return self._penalize(found, grad_loss)
-        gradients = self._opt.compute_gradients(
-            loss,
-            var_list=var_list,
-            gate_gradients=gate_gradients,
-            aggregation_method=aggregation_method,
-            colocate_gradients_with_ops=colocate_gradients_with_ops,
-            grad_loss=grad_loss,
-        )
-        return self._penalize(gradients, grad_loss)
 
     def apply_gradients(
         self, grads_and_vars: GradsAndVars, global_step: Any = None, name: str | None = None
@@ -147,49 +104,37 @@ class CenterOptimizer(v1.train.Optimizer):
             exchanged.
 
         Raises:
-            TypeError: `grads_and_vars` is malformed.
+            TypeError: `grads_and_vars` is malformed, or `global_step` is no variable.
             ValueError: no variable has a gradient, or one was not made through the getter.
         """
         check_mode(self._eager is not None)
-        pairs = checked(grads_and_vars)
+        pairs, global_step = checked(grads_and_vars), counter(global_step)
         if self._eager:
             self._eager.attach(v for _, v in pairs)
             return self._eager.step(trained(pairs, self._eager.trio), global_step)
         refuse_branches()
         found = trained(pairs, self._getter.trio)
         trios = [trio for _, trio in found]
-        shards = cut(trios, global_step)
-        worker = self._getter.worker_device
+        shards, worker = cut(trios, global_step), self._getter.worker_device
+        if self._num_worker > 1:
+            refuse_private_counter(shards, worker)
         # Each train operation has its own count; most often there is but one.
-        counter = step_counter(worker) if self._steps else self._local_step
+        local_step = step_counter(worker) if self._steps else self._local_step
         with v1.name_scope(name or self.get_name()) as scope, v1.device(worker):
             with local_variables(worker):
                 update = self._opt.apply_gradients([(g, trio.local) for g, trio in found])
             with tf.control_dependencies([update, *self._observe(found)]):
-                count = tf.identity(counter.assign_add(1))
+                count = tf.identity(local_step.assign_add(1))
             # Not by the scope, which may differ from worker to worker.
             self._build(shards, f"{self.get_name()}/{trios[0].center.op.name}")
-            exchange = self._own_run(shards)
+            with tf.control_dependencies(None), self._fed() as feeds:
+                exchange = self._own_run(shards)
             with tf.control_dependencies([count]):
                 due = tf.equal(count % self._period, 0)
                 exchanged = exchange_if(due, shards, self._exchange, self._reach, self._note)
-            self._steps.append(Step(count, exchanged, exchange))
+            self._steps.append(Step(count, exchanged, exchange, feeds))
             # Not an identity, which TensorFlow would leave out: then feeding would not prune.
             return tf.group(count, tf.raw_ops.DeepCopy(x=exchanged), name=scope)
-
-    def get_slot(self, var: Variable, name: str) -> Any:
-        """Return a slot of the wrapped optimizer, or None."""
-        return self._opt.get_slot(var, name)
-
-    def get_slot_names(self) -> list[str]:
-        """Return the names of the wrapped optimizer's slots."""
-        return list(self._opt.get_slot_names())
-
-    def variables(self) -> list[Variable]:
-        """Return all variables of the wrapped optimizer's state."""
-        return list(self._opt.variables())
-
-    # What springline's have beside that.
 
     def _init_op(self) -> Any:
         """Return the operation that sets every variable of the worker to the center."""
@@ -242,9 +187,17 @@ class CenterOptimizer(v1.train.Optimizer):
         """
         return self._own_center("final", "the chief reports").final(timeout)
 
-    def save_center(self, path: str | Path) -> None:
-        """In eager mode, write the center as safetensors, under the variables' names."""
-        self._own_center("save_center", "`swapping_saver` saves the center").save_center(path)
+    def save_center(self, path: str | Path, model: Any = None) -> None:
+        """In eager mode, write the center as safetensors, under the variables' names.
+
+        Args:
+            path: of the file.
+            model: a Keras model or a `tf.Module`. Its variables that are not in the center, such as
+                the statistics of BatchNorm, are written as this worker has them.
+        """
+        self._own_center("save_center", "`swapping_saver` saves the center").save_center(
+            path, model
+        )
 
     def _own_center(self, method: str, instead: str) -> EagerCenter:
         if self._eager is None:
@@ -260,10 +213,6 @@ class CenterOptimizer(v1.train.Optimizer):
     @abstractmethod
     def _core_rule(self) -> Rule:
         """Return the rule for a center of springline's own, in eager mode."""
-
-    def _penalize(self, gradients: GradsAndVars, grad_loss: Any) -> list[tuple[Any, Variable]]:
-        """Add to the gradients what the rule adds to the loss."""
-        return list(gradients)
 
     def _observe(self, trained: Sequence[tuple[Any, Trio]]) -> list[Any]:
         """Return operations that see the gradients of a step."""
@@ -286,9 +235,13 @@ class CenterOptimizer(v1.train.Optimizer):
         """Return what `exchange_in` needs for an exchange in runs of its own."""
         return self._exchange(shards, direct)
 
-    def exchange_in(self, session: Any, exchange: Any) -> None:
-        """Exchange in runs of its own."""
-        session.run(exchange)
+    def _fed(self) -> AbstractContextManager[dict[Any, Tensor]]:
+        """Whatever is built here is fed the values of a step; return them by placeholder."""
+        return nullcontext({})
+
+    def exchange_in(self, session: Any, exchange: Any, feed: dict[Any, Any]) -> None:
+        """Exchange in runs of its own, with the values of the step."""
+        session.run(exchange, feed)
 
     def start_in(self, session: Any) -> None:
         """Wait for others before the first step, if the rule does."""
@@ -304,11 +257,7 @@ class CenterOptimizer(v1.train.Optimizer):
         """Return the shard of the first center, which is the same for every worker."""
         return cut(self._getter.trios(), None)[0]
 
-    def outer_variables(self) -> list[Variable]:
-        """Return the variables that the rule keeps with the center."""
-        return []
-
-    def _hook(self, is_chief: bool) -> CenterHook:
+    def _hook(self) -> CenterHook:
         if self._eager:
             raise no_meaning("make_session_run_hook")
-        return CenterHook(self, is_chief)
+        return CenterHook(self)

@@ -51,7 +51,7 @@ class Rounds:
         self._members = members
         self._table = Table(shard, f"{name}/rounds")
         self._turn = Turn(shard.device, f"{name}/turn")
-        with v1.device(shard.device):
+        with v1.device(shard.device), tf.control_dependencies(None):
             self._sums = [
                 _raw.ResourceConditionalAccumulator(
                     dtype=center.dtype.base_dtype,

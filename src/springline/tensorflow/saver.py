@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from springline.tensorflow.getter import Variable, v1
+from springline.tensorflow.given import variables
+from springline.tensorflow.outer import OuterOptimizer
+from springline.tensorflow.private import whole_name
 
 _log = logging.getLogger("springline")
 
@@ -39,62 +42,77 @@ class JoiningSaver(v1.train.Saver):
 
     Args:
         alive: a tensor, whether the servers hold a center.
-        outer: the state of AGN's optimizer of the center. TensorFlow 1's checkpoints do not have
-            all of it; then it starts from its initial values.
+        before: what is done with a session before it saves.
+        outer: AGN's optimizer of the center. A checkpoint may have its state under older names, or
+            not all of it, as those of TensorFlow 1; then it starts from its initial values.
         **kwargs: of `tf.compat.v1.train.Saver`.
     """
 
-    def __init__(self, alive: Any, outer: Sequence[Variable], **kwargs: Any) -> None:
+    def __init__(
+        self, alive: Any, before: Callable[[Any], None], outer: OuterOptimizer | None, **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
         self._alive = alive
-        self._outer = _by_name(outer)
-        self._fresh = v1.variables_initializer(outer)
-        refs = {v.ref() for v in outer}
-        rest = [v for v in v1.global_variables() if v.ref() not in refs]
-        self._without = v1.train.Saver(rest, **kwargs) if outer else None
+        self._before = before
+        self._outer = outer
+        state, slots = (outer.variables(), outer.slots()) if outer else ([], [])
+        refs = {v.ref() for v in slots}
+        self._state = _by_name(state)
+        self._scalars = [v for v in state if v.ref() not in refs]
+        self._fresh = v1.variables_initializer(state)
+        self._but_scalars = _saver_without(self._scalars, **kwargs) if self._scalars else self
+        self._but_state = _saver_without(state, **kwargs) if state else self
+
+    def save(self, sess: Any, *args: Any, **kwargs: Any) -> Any:
+        """Save, also what the session has not come to initialise yet."""
+        self._before(sess)
+        return super().save(sess, *args, **kwargs)
 
     def restore(self, sess: Any, save_path: str) -> None:
         """Restore, unless the servers hold an initialised center."""
         if sess.run(self._alive):
             _log.info("The servers hold a center: it is joined, %s is not restored.", save_path)
             return
-        missing = self._missing(save_path)
-        if missing and self._without:
+        if self._outer is None or not v1.train.checkpoint_exists(save_path):
+            super().restore(sess, save_path)
+            return
+        saved = tf.train.load_checkpoint(save_path)
+        keys = saved.get_variable_to_shape_map().keys()
+        missing = self._state.keys() - keys
+        older = {v.op.name: self._outer.older_name(v.op.name, keys) for v in self._scalars}
+        if not missing:
+            super().restore(sess, save_path)
+        elif missing <= older.keys() and all(older.values()):
+            self._but_scalars.restore(sess, save_path)
+            for v in self._scalars:
+                value = saved.get_tensor(older[v.op.name])
+                sess.run(v.initializer, {v.initializer.inputs[1]: value})
+        else:
             _log.warning(
                 "%s is without %s: the center's optimizer starts from its initial values.",
                 save_path,
-                ", ".join(missing),
+                ", ".join(sorted(missing)),
             )
-            self._without.restore(sess, save_path)
+            self._but_state.restore(sess, save_path)
             sess.run(self._fresh)
-        else:
-            super().restore(sess, save_path)
-
-    def _missing(self, save_path: str) -> list[str]:
-        """Return what a checkpoint does not have of the center's optimizer."""
-        if not self._outer or not v1.train.checkpoint_exists(save_path):
-            return []
-        return sorted(
-            self._outer.keys()
-            - tf.train.load_checkpoint(save_path).get_variable_to_shape_map().keys()
-        )
 
 
-def _by_name(variables: Any) -> dict[str, Any]:
+def _saver_without(left_out: Sequence[Variable], **kwargs: Any) -> Any:
+    """Return a saver of all global variables but some."""
+    refs = {v.ref() for v in left_out}
+    return v1.train.Saver([v for v in v1.global_variables() if v.ref() not in refs], **kwargs)
+
+
+def _by_name(var_list: Any) -> dict[str, Any]:
     """Name variables as a saver would; slices of one variable are one entry."""
     named: dict[str, Any] = {}
-    parts = (part for v in variables for part in (v if _is_partitioned(v) else [v]))
-    for v in parts:
-        info = getattr(v, "_save_slice_info", None)
-        if info is None:
-            named[getattr(v, "_shared_name", None) or v.op.name] = v
+    for v in variables(var_list):
+        whole = whole_name(v)
+        if whole is None:
+            named[v.op.name] = v
         else:
-            named.setdefault(info.full_name, []).append(v)
+            named.setdefault(whole, []).append(v)
     return named
-
-
-def _is_partitioned(variable: Any) -> bool:
-    return not isinstance(variable, tf.Variable) and hasattr(variable, "as_tensor")
 
 
 def _center(variable: Any, centers: Mapping[Any, Variable]) -> Any:

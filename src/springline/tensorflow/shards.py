@@ -199,7 +199,7 @@ class Turn:
     """A lock on a device, under a name that all workers give."""
 
     def __init__(self, device: str, name: str) -> None:
-        with v1.device(device), _collections_kept():
+        with v1.device(device), tf.control_dependencies(None), _collections_kept():
             self._section = tf.CriticalSection(shared_name=f"springline/{name}")
 
     def take(self, do: Callable[[], Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from springline.tensorflow.getter import Variable, v1
 from springline.tensorflow.members import Table
+from springline.tensorflow.private import inside_old_control_flow
 from springline.tensorflow.shards import (
     Body,
     Call,
@@ -32,11 +33,12 @@ class Step:
     count: Tensor  # the local step, after it was counted
     exchanged: Tensor  # fed by the hook, so that the run is without the exchange
     exchange: Any  # what the hook runs
+    feeds: dict[Any, Tensor]  # by what is fed then, what the step computes
 
 
 def step_counter(worker_device: str) -> Variable:
     """Return a variable that counts local steps, on the worker."""
-    with v1.device(worker_device):
+    with v1.device(worker_device), tf.control_dependencies(None):
         return v1.Variable(
             tf.zeros([], tf.int64),
             trainable=False,
@@ -86,10 +88,42 @@ def reach(
     worker_device: str, shard: DeviceShard, body: Body, inputs: Sequence[Tensor] = ()
 ) -> list[Tensor]:
     """Call remotely what is on another task than the worker."""
-    here = v1.DeviceSpec.from_string(worker_device)
-    there = v1.DeviceSpec.from_string(shard.device)
-    elsewhere = there.job and (there.job, there.task) != (here.job, here.task)
-    return (remote if elsewhere else direct)(shard, body, inputs)
+    call = remote if is_elsewhere(shard.device, worker_device) else direct
+    return call(shard, body, inputs)
+
+
+def is_elsewhere(device: str, worker_device: str) -> bool:
+    """Whether a device is of another task than the worker."""
+    here, there = map(v1.DeviceSpec.from_string, (worker_device, device))
+    return bool(there.job and (there.job, there.task) != (here.job, here.task))
+
+
+def ancestors(elements: Iterable[Any]) -> set[Any]:
+    """Return all operations that these tensors and operations depend on, and their own."""
+    todo = [element if isinstance(element, tf.Operation) else element.op for element in elements]
+    seen = set(todo)
+    while todo:
+        op = todo.pop()
+        for other in (*(tensor.op for tensor in op.inputs), *op.control_inputs):
+            if other not in seen:
+                seen.add(other)
+                todo.append(other)
+    return seen
+
+
+def refuse_private_counter(shards: Sequence[DeviceShard], worker_device: str) -> None:
+    """Raise an error for a global step on the worker, which the others could not see."""
+    job = v1.DeviceSpec.from_string(worker_device).job
+    counters = [shard.counter for shard in shards if shard.counter is not None]
+    centers = {v1.DeviceSpec.from_string(shard.device).job for shard in shards if shard.trios}
+    for counter in counters:
+        if job and job not in centers and not is_elsewhere(counter.device, worker_device):
+            raise ValueError(
+                f"{counter.name!r} is on {counter.device or worker_device}, this worker's own "
+                "device, where the other workers cannot count with it. Make it on the servers, "
+                "before anything else asks for it: call `get_or_create_global_step()` inside "
+                "`with tf.compat.v1.device(replica_device_setter(...))`."
+            )
 
 
 def exchange_if(
@@ -124,7 +158,7 @@ def exchange_if(
 def refuse_branches() -> None:
     """Raise an error inside `tf.cond`, a loop or a function of a graph."""
     graph = v1.get_default_graph()
-    if graph.building_function or graph._get_control_flow_context() is not None:
+    if graph.building_function or inside_old_control_flow(graph):
         raise RuntimeError(
             "`apply_gradients` cannot be called inside `tf.cond`, `tf.while_loop` or a "
             "`tf.function` of a graph: hooks and other workers could not reach the exchange in "

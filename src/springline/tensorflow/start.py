@@ -1,0 +1,143 @@
+"""How a session starts: which variables it initialises, and which it waits for.
+
+The center is made by the first session that is chief, and marked as made; every later one joins
+it, whatever it is told. Of the other global variables a worker initialises by itself those on its
+own device, which no chief can, and waits for the rest. A moving average of the worker's variables
+starts from the center: it is initialised only once they are set to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from springline.tensorflow.getter import Variable, v1
+from springline.tensorflow.members import Table, pause
+from springline.tensorflow.saver import JoiningSaver
+from springline.tensorflow.shards import Tensor, after, direct, only_if
+from springline.tensorflow.step import ancestors, is_elsewhere
+
+if TYPE_CHECKING:
+    from springline.tensorflow.optimizer import CenterOptimizer
+
+PATIENCE = 20.0  # seconds that a worker waits for the chief before TensorFlow's own, longer pause
+PAUSE = 0.1
+
+
+class Start:
+    """What a session runs to start, in the graph's collections.
+
+    What the script has put there by itself, or gives its `Scaffold`, is used instead.
+    """
+
+    def __init__(self, optimizer: CenterOptimizer) -> None:
+        keys, variables = v1.GraphKeys, v1.global_variables()
+        trios = optimizer._getter.trios()
+        centers = [trio.center for trio in trios]
+        shared = [*centers, *(optimizer.outer.variables() if optimizer.outer else [])]
+        own = _without(variables, shared)
+        own = [v for v in own if not is_elsewhere(v.device, optimizer._getter.worker_device)]
+        others = _without(variables, own)
+        locals_ = {trio.local.op for trio in trios}
+        late = [v for v in own if not locals_.isdisjoint(ancestors([v.initial_value]))]
+        mark = Mark(optimizer)
+        self._init = optimizer._init_op()
+        self._after = [initialize_new(own), mark.put()]
+        self._joined = False
+        if not v1.get_collection(keys.INIT_OP):
+            v1.add_to_collection(keys.INIT_OP, initialize_new(_without(variables, late)))
+        if not v1.get_collection(keys.SAVERS):
+            alive = tf.reduce_all([v1.is_variable_initialized(c) for c in centers])
+            saver = JoiningSaver(
+                alive, self._join_first, optimizer.outer, sharded=True, allow_empty=True
+            )
+            v1.add_to_collection(keys.SAVERS, saver)
+        if not v1.get_collection(keys.READY_FOR_LOCAL_INIT_OP):
+            v1.add_to_collection(keys.READY_FOR_LOCAL_INIT_OP, mark.missing(others))
+        if own and not v1.get_collection(keys.READY_OP):
+            all_ = [*others, *v1.local_variables()]
+            v1.add_to_collection(keys.READY_OP, v1.report_uninitialized_variables(all_))
+
+    def join(self, session: Any) -> None:
+        """Set the worker to the center, and then what may start from the worker's variables."""
+        session.run(self._init)
+        session.run(self._after)
+        self._joined = True
+
+    def _join_first(self, session: Any) -> None:
+        """Join if no session has: TensorFlow saves new variables before the hook's turn."""
+        if not self._joined:
+            self.join(session)
+
+
+def initialize_new(variables: Sequence[Variable]) -> Any:
+    """Return an operation that initialises those variables that are not."""
+
+    def unless_initialized(v: Any) -> Any:
+        is_new = ~v1.is_variable_initialized(v)
+        return only_if(is_new, lambda: after([v1.assign(v, v.initial_value)]))
+
+    return tf.group(*map(unless_initialized, variables))
+
+
+class Mark:
+    """A mark on a server that the center is made; workers wait for it.
+
+    TensorFlow's own workers look for the center's variables every 30 seconds.
+    """
+
+    def __init__(self, optimizer: CenterOptimizer) -> None:
+        self._shard = optimizer.first_shard()
+        self._call = optimizer._reach
+        self._table = Table(self._shard, f"{optimizer.get_name()}/ready")
+
+    def put(self) -> Tensor:
+        """Return a tensor that is there when the mark is."""
+        return direct(self._shard, lambda: [after([self._table.put("center", 1)])])[0]
+
+    def missing(self, variables: Sequence[Variable]) -> Any:
+        """Return the names of those that are not initialised, after waiting for them.
+
+        It fails if the center is made and they are not: then nobody will initialise them.
+        """
+        most = int(PATIENCE / PAUSE)
+        now = v1.report_uninitialized_variables(variables)
+
+        def wait() -> Tensor:
+            return tf.while_loop(lambda t, made: (t < most) & (made < 1), look, [0, zero])[1]
+
+        def look(tries: Any, _: Any) -> Any:
+            seconds = tf.where(tries > 0, PAUSE, 0.0)  # not before the first look
+            with tf.control_dependencies([pause(seconds)]):
+                return tries + 1, self._call(self._shard, lambda: [self._table["center"]])[0]
+
+        zero = tf.constant(0, tf.int64)
+        made = tf.cond(tf.size(now) > 0, wait, lambda: zero)
+        with tf.control_dependencies([made]):
+            missing = v1.report_uninitialized_variables(variables)
+        reported = only_if(tf.size(missing) > 0, lambda: after([_report(made, missing)]))
+        with tf.control_dependencies([reported]):
+            return tf.identity(missing)
+
+
+def _report(made: Tensor, missing: Tensor) -> Any:
+    """Print what a worker waits for; fail if it would wait for ever."""
+    names = tf.strings.reduce_join(missing, separator=", ")
+    never = tf.debugging.Assert(
+        made < 1,
+        [
+            "The chief has made the center without these variables, and nobody initialises them:",
+            names,
+            "All workers must build the same graph. What only some of them have belongs on their "
+            "own device, `with tf.compat.v1.device(worker_device)`.",
+        ],
+    )
+    with tf.control_dependencies([never]):
+        return tf.print("springline: waiting for the chief to initialise", names)
+
+
+def _without(variables: Sequence[Variable], left_out: Sequence[Variable]) -> list[Variable]:
+    refs = {v.ref() for v in left_out}
+    return [v for v in variables if v.ref() not in refs]

@@ -1,0 +1,225 @@
+"""How a session starts: what it initialises, what it waits for, and whose center it joins."""
+
+import threading
+
+import pytest
+import tensorflow as tf
+from tf_cluster import GETTERS, INNERS, PERIODS, Model, Servers, close, wrap
+
+from marks import slow
+from springline.tensorflow import start
+
+v1 = tf.compat.v1
+train = v1.train
+kinds = pytest.mark.parametrize("resource", [True, *slow(False)], ids=["resource", "reference"])
+
+rules = pytest.mark.parametrize("rule", GETTERS)
+
+
+def sgd():
+    return INNERS["sgd"](0.1)
+
+
+def bowl(model):
+    v = v1.get_variable("v", [3], initializer=v1.random_normal_initializer())
+    model.v = v
+    return tf.reduce_sum(tf.square(v))
+
+
+def averaged(model):
+    """A moving average of the worker's variable, on the worker's own device."""
+    loss = bowl(model)
+    with v1.device(model.getter.worker_device):
+        average = train.ExponentialMovingAverage(0.5)
+        model.update, model.average = average.apply([model.v]), average.average(model.v)
+    assert "job:worker" in model.average.device
+    return loss
+
+
+def session_of(model, chief, **options):
+    """A session that is told, or not, whether it is chief; the hook may know otherwise."""
+    server = model.servers.servers["worker", model.worker]
+    filters = ["/job:ps", f"/job:worker/task:{model.worker}"]
+    with model.graph.as_default():
+        return train.MonitoredTrainingSession(
+            server.target,
+            is_chief=chief,
+            hooks=[model.hook],
+            config=v1.ConfigProto(device_filters=filters),
+            log_step_count_steps=None,
+            save_summaries_steps=None,
+            save_summaries_secs=None,
+            **options,
+        )
+
+
+def raw(session):
+    return session.run_step_fn(lambda step_context: step_context.session)
+
+
+def start_in_time(model, chief=False, **options):
+    """Start, in a thread that may be left behind; give what it raises."""
+    raised = []
+
+    def start():
+        try:
+            model.session = session_of(model, chief, **options)
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=start, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive(), "it waits"
+    for error in raised:
+        raise error
+
+
+@kinds
+@rules
+@pytest.mark.parametrize("saved", [False, True], ids=["", "with a checkpoint"])
+def test_a_moving_average_on_the_worker(rule, resource, saved, tmp_path):
+    """It starts from the center, as the worker does."""
+    servers = Servers(1, 2)
+    options = {"resource": resource, PERIODS[rule]: 100}
+    folder = str(tmp_path) if saved else None
+    for k in range(2):
+        model = Model(servers, rule, k, 2, sgd, averaged, True, **options)
+        start_in_time(model, k == 0, checkpoint_dir=folder)
+        center = model.values()["center"]["v"]
+        close(raw(model.session).run(model.average), center)
+        model.step()
+        raw(model.session).run(model.update)
+        x = model.values()["local"]["v"]
+        close(raw(model.session).run(model.average), (center + x) / 2)
+
+
+@kinds
+@rules
+def test_a_saver_of_the_scripts_own_finds_the_workers_variables(rule, resource, tmp_path):
+    """TensorFlow saves before the hook's turn."""
+
+    def more(model):
+        with v1.device(model.getter.worker_device):
+            model.moving = v1.get_variable("moving", [], trainable=False)
+        return bowl(model)
+
+    model = Model(Servers(1, 1), rule, 0, 1, sgd, more, True, resource=resource)
+    with model.graph.as_default():
+        scaffold = train.Scaffold(saver=train.Saver())
+    model.session = session_of(model, True, checkpoint_dir=str(tmp_path), scaffold=scaffold)
+    saved = tf.train.load_variable(str(tmp_path), "moving")
+    close(raw(model.session).run(model.moving), saved)
+
+
+@rules
+def test_a_dynamic_loss_scale_made_on_the_worker(rule):
+    """With resource variables: it has a `tf.cond`, which takes no others."""
+    servers = Servers(1, 2)
+    options = {PERIODS[rule]: 9} | ({"rho": 0.0} if rule == "elastic" else {})
+
+    def scaled(k):
+        with v1.device(f"/job:worker/task:{k}"):
+            return v1.mixed_precision.MixedPrecisionLossScaleOptimizer(sgd(), "dynamic")
+
+    for k in range(2):
+        model = Model(servers, rule, k, 2, lambda k=k: scaled(k), bowl, True, **options)
+        start_in_time(model, k == 0)
+        model.step()
+
+
+@rules
+@pytest.mark.parametrize("k", [0, 1], ids=["chief", "other"])
+def test_a_global_step_on_the_worker_is_refused(rule, k):
+    with tf.Graph().as_default():
+        device = f"/job:worker/task:{k}"
+        setter = train.replica_device_setter(worker_device=device, ps_tasks=1)
+        with v1.device(device):
+            step = train.get_or_create_global_step()
+        getter = GETTERS[rule](device)
+        with v1.device(setter), v1.variable_scope("", custom_getter=getter):
+            v = v1.get_variable("v", [], initializer=v1.ones_initializer())
+        opt = wrap(rule, sgd(), 2, getter, k)
+        with pytest.raises(
+            ValueError, match=r"'global_step:0' is on .*task:\d.*replica_device_setter"
+        ):
+            opt.minimize(tf.square(v), step)
+
+
+@kinds
+@rules
+def test_a_variable_that_the_chief_does_not_have_is_named(rule, resource, monkeypatch):
+    monkeypatch.setattr(start, "PATIENCE", 0.5)
+    servers = Servers(1, 2)
+
+    def more(model):
+        v1.get_variable("nobodys", [], trainable=False)
+        return bowl(model)
+
+    chief = Model(servers, rule, 0, 2, sgd, bowl, True, resource=resource)
+    chief.start()
+    other = Model(servers, rule, 1, 2, sgd, more, True, resource=resource)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"nobodys"):
+        start_in_time(other)
+
+
+def test_a_worker_that_waits_for_the_chief_says_so(monkeypatch, capfd):
+    monkeypatch.setattr(start, "PATIENCE", 0.5)
+    model = Model(Servers(1, 2), "elastic", 1, 2, sgd, bowl, True)
+    with pytest.raises(AssertionError, match="it waits"):
+        start_in_time(model)
+    assert "global_center_variable/v" in capfd.readouterr().err
+
+
+@kinds
+@rules
+@pytest.mark.parametrize("saved", [False, True], ids=["", "with a checkpoint"])
+def test_a_session_that_is_chief_by_default_joins(rule, resource, saved, tmp_path):
+    """0.05 became 10.0, the value that the center began with."""
+    servers = Servers(1, 2)
+    folder = str(tmp_path) if saved else None
+    options = {"resource": resource, PERIODS[rule]: 1}
+    first = Model(servers, rule, 0, 1, sgd, bowl, True, **options)
+    first.session = session_of(first, True, checkpoint_dir=folder)
+    for _ in range(3):
+        first.step()
+    before = first.values()
+    second = Model(servers, rule, 1, 1, sgd, bowl, True, **options)
+    second.session = session_of(second, True, checkpoint_dir=folder)
+    found = second.values()
+    assert found["global_step"] == before["global_step"] == 3
+    tf.nest.map_structure(close, found["center"], before["center"])
+    tf.nest.map_structure(close, found["local"], before["center"])
+
+
+@rules
+def test_the_first_session_makes_the_center_whatever_the_hook_was_told(rule):
+    model = Model(Servers(1, 2), rule, 1, 1, sgd, bowl, True, **{PERIODS[rule]: 1})
+    start_in_time(model, chief=True)
+    model.step()
+    assert model.values()["global_step"] == 1
+
+
+def test_a_restarted_chief_starts_its_own_averages_from_the_center(tmp_path):
+    """Its checkpoint is not restored into the living center, and nobody else has them."""
+    servers = Servers(1, 2)
+
+    def chief():
+        model = Model(servers, "elastic", 0, 2, sgd, averaged, True, communication_period=1)
+        model.session = session_of(model, True, checkpoint_dir=str(tmp_path))
+        return model
+
+    first = chief()
+    first.step()
+    center = first.values()["center"]["v"]
+    with first.graph.as_default():
+        first.session.close()
+    with tf.Graph().as_default() as graph:  # as if the process were a new one
+        with v1.device("/job:worker/task:0"):
+            average = v1.get_variable(first.average.op.name, [3], trainable=False)
+            forget = tf.raw_ops.DestroyResourceOp(resource=average.handle)
+        with servers.session(0, graph) as session:
+            session.run(forget)
+    second = chief()
+    close(second.values()["center"]["v"], center)
+    close(second.session.run(second.average), center)
