@@ -95,6 +95,12 @@ def test_outer_optimizers_with_state_take_each_step_once(serve, together, name):
     assert workers[0].center.version == steps
 
 
+def silence(shard):
+    """Let a shard write no more checkpoints, also of calls that are on their way: it is dead."""
+    shard._checkpoints.count = lambda: None
+    shard._checkpoints._since = 0
+
+
 @pytest.mark.parametrize("name", OWN)
 def test_a_restarted_shard_has_center_and_state_of_one_moment(serve, together, tmp_path, name):
     """Killed between any two calls, again and again: a step more or less is seen at once."""
@@ -110,7 +116,7 @@ def test_a_restarted_shard_has_center_and_state_of_one_moment(serve, together, t
             if one.rank == 0 and what < 0.3:
                 service.shards[k].target.save()
             elif one.rank == 0 and what < 0.6:
-                service.shards[k].target._checkpoints._since = 0  # a dead shard writes nothing
+                silence(service.shards[k].target)
                 service.shards[k].target = service.make[k]()
 
     together(*[lambda w=w: train(w) for w in workers])
@@ -120,7 +126,8 @@ def test_a_restarted_shard_has_center_and_state_of_one_moment(serve, together, t
         assert np.isin(c, allowed).all()
         assert c.max() < 0
     if name == "pushes":  # the count, and what is not in the center yet, fit the center
-        for block in (b for peer in service.shards for b in peer.target._steps._blocks):
+        steps = [steps for peer in service.shards for steps in peer.target._steps]
+        for block in (block for one in steps for block in one._blocks):
             steps = int(block.now.state["pushes"][0])
             assert (block.now.c == rule.outer.after(steps)).all()
             assert (block.now.state["D"] == steps % 4).all()

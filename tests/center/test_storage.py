@@ -2,6 +2,7 @@
 
 import stat
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from safetensors.numpy import load_file
 from remote import Service
 from springline import ElasticAverage, Worker
 from springline.center import CheckpointError, Layout
+from springline.center.remote.checkpoints import Checkpoints
 from springline.center.remote.storage import Storage
 from springline.launch.export import export
 
@@ -116,7 +118,7 @@ def test_a_center_can_be_taken_out_of_its_storage(tmp_path):
         export(str(place), tmp_path / "other.safetensors")
 
 
-def test_an_earlier_life_does_not_write_over_a_later_one(place):
+def test_an_earlier_epoch_does_not_write_over_a_later_one(place):
     """It is cut off, and does not know that another has gone on from its checkpoint."""
     earlier = Storage(place)
     earlier.write("shard-0", {"round": 1}, TENSORS)
@@ -125,19 +127,33 @@ def test_an_earlier_life_does_not_write_over_a_later_one(place):
     earlier.write("shard-0", {"round": 2}, TENSORS)  # as nobody has written since
     for number in range(3, 6):
         later.write("shard-0", {"round": number}, TENSORS)
-        with pytest.raises(CheckpointError, match="written by somebody else by now"):
+        with pytest.raises(CheckpointError, match="restored from them meanwhile"):
             earlier.write("shard-0", {"round": 100}, TENSORS)
         assert Storage(place).read("shard-0")[0] == {"round": number}
 
 
-def test_a_later_life_is_later_whatever_its_clock_says(place, monkeypatch):
+def test_a_fenced_writer_reports_it_once_and_stops(place, caplog):
+    earlier = Checkpoints("shard-0", place, (1, 0.01), lambda: ({"round": 1}, TENSORS))
+    earlier.save()
+    later = Storage(place)
+    later.read("shard-0")
+    later.write("shard-0", {"round": 2}, TENSORS)
+    *_, thread = [t for t in threading.enumerate() if t.name == "checkpoints of shard-0"]
+    earlier.count()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert [r.getMessage() for r in caplog.records if "restored from them" in r.getMessage()]
+    assert Storage(place).read("shard-0")[0] == {"round": 2}
+
+
+def test_a_later_epoch_is_later_whatever_its_clock_says(place, monkeypatch):
     earlier = Storage(place)
     earlier.write("shard-0", {"round": 1})
     monkeypatch.setattr("time.time_ns", lambda: 5)
     later = Storage(place)
     later.read("shard-0")
     later.write("shard-0", {"round": 2})
-    with pytest.raises(CheckpointError, match="written by somebody else by now"):
+    with pytest.raises(CheckpointError, match="restored from them meanwhile"):
         earlier.write("shard-0", {"round": 3})
     assert Storage(place).read("shard-0")[0] == {"round": 2}
 

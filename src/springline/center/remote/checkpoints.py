@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from springline.center.remote.storage import Saved, Storage
+from springline.center.remote.storage import FencedError, Saved, Storage
 
 _log = logging.getLogger("springline")
 
@@ -47,7 +47,8 @@ class Checkpoints:
         """
         if self._storage is None:
             self._storage = Storage(self.place)
-            threading.Thread(target=self._keep, name="checkpoints", daemon=True).start()
+            name = f"checkpoints of {self._name}"
+            threading.Thread(target=self._keep, name=name, daemon=True).start()
         return self._storage
 
     def read(self) -> Saved | None:
@@ -71,7 +72,7 @@ class Checkpoints:
                 self._since -= since
 
     def _keep(self) -> None:
-        """Write checkpoints for as long as the process lives."""
+        """Write checkpoints until the process ends or a later epoch fences it."""
         while True:
             self._due.wait(self._seconds)
             self._due.clear()
@@ -83,4 +84,6 @@ class Checkpoints:
             except Exception as error:  # the next one may do
                 self.failed = f"{type(error).__name__}: {error}"
                 _log.warning("No checkpoint of %s: %s", self._name, error)
+                if isinstance(error, FencedError):
+                    return
                 time.sleep(self._seconds)  # not at every exchange from now on

@@ -32,6 +32,10 @@ Saved = tuple[dict[str, Any], dict[str, NDArray[Any]]]  # the JSON and the tenso
 _log = logging.getLogger("springline")
 
 
+class FencedError(CheckpointError):
+    """A later epoch writes these checkpoints: this process is no longer the one that does."""
+
+
 class Storage:
     """A place for checkpoints.
 
@@ -67,14 +71,14 @@ class Storage:
         """Write a checkpoint into the slot that does not hold the newest one.
 
         Raises:
-            CheckpointError: it cannot be written, or a later epoch has.
+            CheckpointError: it cannot be written; `FencedError` if a later epoch writes them.
         """
         tensors = dict(tensors or {})
         marks = [self._mark(self._slot(name, number)) for number in (0, 1)]
         if name in self._written and max(epoch for _, epoch in marks) > self._epoch:
-            raise CheckpointError(
-                f"The checkpoints of {name} in {self.place} are written by somebody else by now, "
-                "who has gone on from there. What this one has is not written any more."
+            raise FencedError(
+                f"The checkpoints of {name} in {self.place} are written by a process that has "
+                "restored from them meanwhile. This one writes no more."
             )
         if max(number for number, _ in marks) > self._written.get(name, -1):
             self.read(name)  # for the first time; or an earlier epoch has written again
