@@ -93,9 +93,9 @@ def _timed_adding(worker: Worker) -> list[float]:
     assert isinstance(center, CollectiveCenter)
     plain = center.replica.add_up
 
-    def timed(group: Group) -> None:
+    def timed(group: Group, fragment: int) -> None:
         start = time.perf_counter()
-        plain(group)
+        plain(group, fragment)
         seconds.append(time.perf_counter() - start)
 
     center.replica.add_up = timed  # type: ignore[method-assign]

@@ -36,18 +36,23 @@ EACH = 4  # memcpys and exchanges of a worker in a block, if there are several w
 FULL = {1_000_000: 200, 25_000_000: 40, 100_000_000: 12}  # repetitions of a worker
 QUICK = {100_000: 12, 1_000_000: 12}
 MANY = 150  # tensors
+FRAGMENTS = 4  # of as many large tensors
 
 
 def cases(sizes: dict[int, int], workers: Sequence[int], many_at: int) -> Iterator[Case]:
-    """All settings: flat models, then many tensors of one size with one worker."""
+    """All settings: flat models, then many tensors and fragments with one worker."""
     for size, repetitions in sizes.items():
         for rule in RULES:
             for locked in (True, False):
                 for p in workers:
                     each = 1 if p == 1 else EACH
-                    yield Case(size, rule, locked, p, repetitions // each, each)
+                    case = Case(size, rule, locked, p, repetitions // each, each)
+                    if locked or case.settings.outer.stateless:  # else it is refused
+                        yield case
     for rule in RULES:
         yield Case(many_at, rule, True, 1, sizes[many_at], 1, tensors=MANY)
+    for fragments in (1, FRAGMENTS):
+        yield Case(many_at, "DiLoCo", True, 1, sizes[many_at], 1, 2 * FRAGMENTS, fragments)
 
 
 def no_room(case: Case) -> str | None:

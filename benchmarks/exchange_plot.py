@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-COLOURS = dict(zip(RULES, ("#1f6fb2", "#c8553d", "#2a9d6f"), strict=True))
+COLOURS = dict(zip(RULES, ("#1f6fb2", "#c8553d", "#2a9d6f", "#8a63b8"), strict=True))
 GREY = "#666666"
 
 
@@ -36,19 +36,19 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         panels[0].set_ylabel("exchange ÷ one memcpy alone")
         panels[0].set_yscale("log", base=2)
         panels[0].yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        figure.legend(handles=_legend(), loc="outside upper center", ncols=5, frameon=False)
+        figure.legend(handles=_legend(), loc="outside upper center", ncols=6, frameon=False)
         figure.savefig(path)
 
 
 def _lines(panel: Axes, rows: Sequence[Row], counts: Sequence[int]) -> None:
     panel.grid(axis="y", color="#e4e4e4", linewidth=0.8)
     panel.set_axisbelow(True)
-    places = [(rule, locked) for rule in RULES for locked in (True, False)]
+    places = [(rule, locked) for rule in RULES for locked in (True, False)]  # the last: nowhere
     for place, (rule, locked) in enumerate(places):
         line = [row for row in rows if (row.case.rule, row.case.locked) == (rule, locked)]
         if not line:  # skipped
             continue
-        at = [counts.index(row.case.workers) + 0.04 * (place - 2.5) for row in line]
+        at = [counts.index(row.case.workers) + 0.04 * (place - 3) for row in line]
         low, median, high = zip(*(row.alone for row in line), strict=True)
         colour = COLOURS[rule]
         panel.vlines(at, low, high, color=colour, linewidth=1, alpha=0.6)
@@ -65,13 +65,14 @@ def _lines(panel: Axes, rows: Sequence[Row], counts: Sequence[int]) -> None:
 
 
 def _targets(panel: Axes) -> None:
-    """Short thin lines, for one worker; grey where several rules have the same target."""
-    for memcpys in sorted(set(TARGETS.values())):
-        colours = [COLOURS[rule] for rule, target in TARGETS.items() if target == memcpys]
-        colour = colours[0] if len(colours) == 1 else GREY
-        panel.hlines(memcpys, -0.85, 0.4, color=colour, linewidth=0.8)
-        text, at = f"target {memcpys:g}", (-0.85, memcpys)
-        panel.annotate(text, at, (0, 2), textcoords="offset points", fontsize=7.5, color=colour)
+    """Short thin lines, for one worker."""
+    for (rule, workers), memcpys in TARGETS.items():
+        if workers == 1:
+            colour, at = COLOURS[rule], (-0.85, memcpys)
+            panel.hlines(memcpys, -0.85, 0.4, color=colour, linewidth=0.8)
+            crowded = any(0 < other - memcpys < 0.5 for other in TARGETS.values())
+            text, place = f"target {memcpys:g}", (0, -9 if crowded else 2)
+            panel.annotate(text, at, place, textcoords="offset points", fontsize=7.5, color=colour)
 
 
 def _legend() -> list[Line2D]:

@@ -6,6 +6,7 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Barrier
@@ -15,16 +16,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from springline import AGN, ElasticAverage, ModelAverage, Worker
-from springline.rules import SGD, Rule
+from springline import AGN, DiLoCo, ElasticAverage, ModelAverage, Worker
+from springline.rules import SGD, Nesterov, Rule
 
 NEVER = 10**12  # a period: the benchmark calls `exchange` itself
 VECTOR = 1000  # elements of a small tensor
 STEPS = 20_000  # not due, timed together
-RULES: dict[str, Callable[[int], Rule]] = {
-    "elastic": lambda workers: ElasticAverage(period=NEVER, workers=workers),
-    "averaging": lambda workers: ModelAverage(period=NEVER, workers=workers),
-    "AGN, SGD": lambda workers: AGN(period=NEVER, workers=workers, outer=SGD(0.01)),
+RULES: dict[str, Callable[..., Rule]] = {
+    "elastic": ElasticAverage,
+    "averaging": ModelAverage,
+    "AGN, SGD": partial(AGN, outer=SGD(0.01)),
+    "DiLoCo": partial(DiLoCo, outer=Nesterov(0.7, 0.9)),
 }
 
 
@@ -39,11 +41,18 @@ class Case:
     blocks: int
     each: int  # memcpys and exchanges of each worker in a block
     tensors: int = 1
+    fragments: int = 1
+
+    @property
+    def settings(self) -> Rule:
+        """The rule, as the workers have it."""
+        return RULES[self.rule](period=NEVER, workers=self.workers, fragments=self.fragments)
 
     @property
     def what(self) -> str:
         """Name the case in a few words."""
         model = f"{self.parameters / 1e6:g} M" + f" in {self.tensors} tensors" * (self.tensors > 1)
+        model += f" and {self.fragments} fragments" * (self.fragments > 1)
         locked = "locked" if self.locked else "not locked"
         return f"{model}, {self.rule}, {locked}, {self.workers} worker" + "s" * (self.workers > 1)
 
@@ -54,15 +63,15 @@ class Case:
 
     @property
     def private_nbytes(self) -> int:
-        """Bytes of all workers' own memory: x, a for AGN, and the memcpy's two buffers."""
-        buffers = 4 if RULES[self.rule](1).accumulates else 3
+        """Bytes of all workers' own memory: x, a or base, and the memcpy's two buffers."""
+        buffers = 3 + self.settings.accumulates + self.settings.keeps_base
         return buffers * self.nbytes * self.workers
 
     @property
     def center_nbytes(self) -> int:
-        """Bytes that the center should have: the model, and for averaging a slot per worker."""
-        slots = self.workers if RULES[self.rule](1).rounds else 0
-        return (1 + slots) * self.nbytes
+        """Bytes that the center should have: the model, momentum, and for rounds slots."""
+        slots = self.workers if self.settings.rounds else 0
+        return (1 + len(self.settings.outer.state("", (1,))) + slots) * self.nbytes
 
 
 @dataclass
@@ -101,7 +110,7 @@ class Meeting:
 
 def work(case: Case, rank: int, directory: Path, meeting: Meeting, results: Connection) -> None:
     """Join the center, measure, send the `Times`."""
-    rule = RULES[case.rule](case.workers)
+    rule = case.settings
     pattern = np.random.default_rng(7).standard_normal(min(case.parameters, 1 << 20), np.float32)
     source = np.resize(pattern, case.parameters)
     target = np.empty_like(source)

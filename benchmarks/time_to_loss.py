@@ -14,15 +14,22 @@ import argparse
 import json
 import math
 import os
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from time_to_loss_plan import QUICK, Job, Result, Results, Scale, append, load, wanted
+from time_to_loss_plan import wanted
 from time_to_loss_report import draw, page, summary
+from time_to_loss_runs import QUICK, WHOLE, Job, Result, Results, Scale, append, load
 
 from springline.launch.launcher import Launcher
 from springline.launch.process import cores
@@ -33,38 +40,59 @@ WORKER = HERE / "time_to_loss_worker.py"
 
 
 def make(job: Job, scale: Scale, tick: Callable[[], None]) -> Result:
-    """Make one run, as `springline run` would."""
+    """Make one run, as `springline run` would or in one process."""
     start, setting = time.monotonic(), job.setting
     with tempfile.TemporaryDirectory(prefix="springline-bench-") as home:
         curve = Path(home) / "curve.json"
-        arguments = {
+        arguments: dict[str, Any] = {
             "rule": setting.rule,
             "period": setting.period,
             "moving_rate": setting.moving_rate,
-            "threads": setting.threads,
+            "outer": setting.outer,
+            "threads": 1 if job.one_process else setting.threads,
+            "lockstep": setting.workers if job.one_process else 0,
             "lr": job.rate,
             "steps": max(1, round(job.fraction * scale.steps)),
             "seed": job.seed,
             "curve": str(curve),
             **scale.model,
         }
-        launcher = Launcher(
-            WORKER,
-            [json.dumps(arguments)],
-            workers=setting.workers,
-            directory=Path(home) / "run",
-            max_restarts=0,
-            say=lambda _: None,
-        )
-        status = launcher.run(tick)
-        if launcher.failed:
-            lines = "\n".join(launcher.failed.last_lines())
-            raise SystemExit(f"A worker of `{job.what}` failed:\n{lines}")
-        if status:
-            raise KeyboardInterrupt
+        arguments["batch"] *= 2 if setting.rule == WHOLE else 1
+        if job.one_process:
+            command = [sys.executable, str(WORKER), json.dumps(arguments)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            failed = done.stderr if done.returncode else ""
+        else:
+            failed = _launch(arguments, setting.workers, Path(home) / "run", tick)
+        if failed:
+            raise SystemExit(f"A worker of `{job.what}` failed:\n{failed}")
         values = json.loads(curve.read_text("utf-8"))
     losses = [math.inf if loss is None else loss for loss in values["losses"]]
     return Result(values["seconds"], losses, time.monotonic() - start)
+
+
+def _launch(
+    arguments: dict[str, Any], workers: int, directory: Path, tick: Callable[[], None]
+) -> str:
+    """Start workers and wait for them; return the last lines of one that failed."""
+    launcher = Launcher(
+        WORKER,
+        [json.dumps(arguments)],
+        workers=workers,
+        directory=directory,
+        max_restarts=0,
+        say=lambda _: None,
+    )
+    status = launcher.run(tick)
+    if status and not launcher.failed:
+        raise KeyboardInterrupt
+    return "\n".join(launcher.failed.last_lines()) if launcher.failed else ""
+
+
+def together(jobs: Iterator[Job]) -> list[Job]:
+    """Return the next run, and with it the one after if each needs one core only."""
+    found = list(islice(jobs, 2))
+    return found if all(job.one_process for job in found) else found[:1]
 
 
 def sweep(results: Results, minutes: float, path: Path, console: Console) -> None:
@@ -72,19 +100,23 @@ def sweep(results: Results, minutes: float, path: Path, console: Console) -> Non
     bar = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*bar, console=console) as progress:
         task = progress.add_task("", total=60 * minutes)
-        while job := next(wanted(results, minutes), None):
+        while jobs := together(wanted(results, minutes)):
             spent, start = results.spent, time.monotonic()
-            if spent >= 60 * minutes or spent + results.cost(job) > 60 * minutes:
+            if spent >= 60 * minutes or spent + sum(map(results.cost, jobs)) > 60 * minutes:
                 break
-            progress.update(task, description=f"run {len(results.runs) + 1}: {job.what}")
+            words = "; ".join(job.what for job in jobs)
+            progress.update(task, description=f"run {len(results.runs) + 1}: {words}")
 
             def tick(spent: float = spent, start: float = start) -> None:
                 progress.update(task, completed=spent + time.monotonic() - start)
 
-            run = make(job, results.scale, tick)
-            append(path, job, run)
-            results.runs[job] = run
-            progress.print(f"{job.what}: {run.final:.4f} after {run.wall:.1f} s")
+            with ThreadPoolExecutor() as pool:  # a launcher needs the main thread
+                each = pool.map if len(jobs) > 1 else map
+                runs = list(each(lambda job: make(job, results.scale, tick), jobs))
+            for job, run in zip(jobs, runs, strict=True):
+                results.runs[job] = replace(run, spent=run.spent / len(jobs))
+                append(path, job, results.runs[job])
+                progress.print(f"{job.what}: {run.final:.4f} after {run.wall:.1f} s")
         progress.update(task, description="done", completed=60 * minutes)
 
 

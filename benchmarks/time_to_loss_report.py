@@ -9,9 +9,17 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 from pages import facts, markdown
-from time_to_loss_plan import FRACTIONS, RULES, Job, Results, Setting
+from time_to_loss_plan import tune
+from time_to_loss_runs import FRACTIONS, ROUNDS, RULES, Job, Results, Setting
 
-COLOURS = {"elastic": "#1f6fb2", "average": "#c8553d", "agn": "#2a9d6f"}
+COLOURS = {
+    "whole": "#999999",
+    "average": "#c8553d",
+    "diloco": "#e0a100",
+    "elastic": "#1f6fb2",
+    "async_diloco": "#8a5fb5",
+    "agn": "#2a9d6f",
+}
 GREY = "#444444"
 
 
@@ -34,6 +42,8 @@ def page(results: Results, command: str, minutes: float) -> str:
     """Return the page for the docs."""
     scale, alone = results.scale, results.alone(results.scale.seeds[0])
     untried = [s.what for s in scale.settings if not results.tried(s)]
+    tried = [s for s in scale.settings if results.tried(s)]
+    open_ended = [s.what for s in tried if next(tune(results, s, results.rate(s)), None)]
     one = ""
     if alone:
         one = (
@@ -53,6 +63,7 @@ def page(results: Results, command: str, minutes: float) -> str:
             "![Validation loss against wall time](time-to-loss.png)",
             "",
             _READING,
+            *_agreement(results),
             *_speeds(results),
             "",
             "## The best setting of each rule",
@@ -71,31 +82,44 @@ def page(results: Results, command: str, minutes: float) -> str:
             "",
             "## Every setting, with all steps",
             "",
-            *markdown(
-                (
-                    "setting",
-                    "losses by learning rate",
-                    "steps/s of a worker",
-                    "loss, ÷ one worker's time",
-                ),
-                _settings(results),
-            ),
+            *markdown(("setting", "losses by learning rate", "lowest"), _settings(results)),
             "",
-            *([f"Not tried in {minutes:g} minutes: {'; '.join(untried)}.\n"] if untried else []),
+            *_left("Not tried", untried, minutes),
+            *_left("Without a worse learning rate on both sides", open_ended, minutes),
         ]
     )
 
 
+def _left(what: str, settings: list[str], minutes: float) -> Iterator[str]:
+    if settings:
+        yield f"{what} in {minutes:g} minutes: {'; '.join(settings)}.\n"
+
+
 _READING = """\
-Both train the GPT of `examples/shakespeare.py` with AdamW and a cosine schedule, one thread and one
-core per worker; two workers see twice the data in as many steps. The loss is that of the center
-(for one worker: of the model) on held-out text. Nothing but training is on the clock: copies are
-kept and evaluated afterwards. The learning rate's peak is tuned for every setting, by factors of
-two, until the best one is better than both its neighbours. Then the schedule of each rule's best
-setting (the one with the lowest loss) is shortened as far as it still reaches one worker's final
-loss (of the same seed): the time until it does so, in proportion between two evaluations, over the
-time of one worker's whole run, is the ratio. Below 1 two workers are
-faster; at 0.5 the second core is used as well as the first."""
+All train the GPT of `examples/shakespeare.py` with AdamW and a cosine schedule, one thread and one
+core per worker; two workers see twice the data in as many steps. One process with twice the batch
+and two threads computes what `DistributedDataParallel` would with two workers. DiLoCo's outer rate
+and momentum are given as 0.7/0.5; model averaging is 1/0. The loss is that of the center (without
+one: of the model) on held-out text. Nothing but training is on the clock: copies are kept and
+evaluated afterwards. The learning rate's peak is tuned for every setting, by factors of two, until
+the best one is better than both its neighbours. Rules with rounds are tuned in lock-step, all
+workers in one process; asynchronous ones by real runs. Then each rule's best setting (the one with
+the lowest loss) is timed in real runs, and its schedule shortened as far as it still reaches one
+worker's final loss (of the same seed): the time until it does so, in proportion between two
+evaluations, over the time of one worker's whole run, is the ratio. Below 1 two workers are faster;
+at 0.5 the second core is used as well as the first."""
+
+
+def _agreement(results: Results) -> Iterator[str]:
+    """Compare lock-step with real runs."""
+    seed, both = results.scale.seeds[0], []
+    for setting in (s for s in results.scale.settings if s.rule in ROUNDS):
+        rate = results.rate(setting)
+        real, tried = results.runs.get(Job(setting, rate, 1.0, seed)), results.tried(setting)
+        if real and tried:
+            both.append(f"{setting.what}: {_loss(tried[rate].final)} and {_loss(real.final)}")
+    if both:
+        yield f"Final losses in lock-step and of a real run: {'; '.join(both)}."
 
 
 def _speeds(results: Results) -> Iterator[str]:
@@ -110,18 +134,18 @@ def _speeds(results: Results) -> Iterator[str]:
         )
 
 
+def _timed(results: Results) -> list[Job]:
+    """Return the fastest run of each rule's best setting."""
+    best = [setting for rule in RULES if (setting := results.best(rule))]
+    jobs = [results.fastest(setting, results.scale.seeds[0]) for setting in best]
+    return [job for job in jobs if job in results.runs]
+
+
 def _best(results: Results) -> Iterator[list[str]]:
-    seed = results.scale.seeds[0]
-    for rule in RULES:
-        if setting := results.best(rule):
-            job = results.fastest(setting, seed)
-            seconds = f"{results.runs[job].wall:.1f}"
-            yield [setting.what, f"{job.rate:g}", _steps(results, job), seconds, _of(results, job)]
-    both = Setting(threads=2)
-    for job, run in results.runs.items():
-        if job.setting == both:
-            steps = _steps(results, job)
-            yield [both.what, f"{job.rate:g}", steps, f"{run.wall:.1f}", _of(results, job)]
+    for job in _timed(results):
+        seconds = f"{results.runs[job].wall:.1f}"
+        steps, ratio = _steps(results, job), _of(results, job)
+        yield [job.setting.what, f"{job.rate:g}", steps, seconds, ratio]
 
 
 def _by_seed(results: Results) -> Iterator[list[str]]:
@@ -137,15 +161,10 @@ def _by_seed(results: Results) -> Iterator[list[str]]:
 
 
 def _settings(results: Results) -> Iterator[list[str]]:
-    seed = results.scale.seeds[0]
     for setting in (Setting(), *results.scale.settings):
-        tried = results.tried(setting)
-        if tried:
+        if tried := results.tried(setting):
             losses = ", ".join(f"{rate:g}: {_loss(tried[rate].final)}" for rate in sorted(tried))
-            rate = results.rate(setting)
-            speed = f"{results.scale.steps / tried[rate].wall:.2f}"
-            ratio = _of(results, Job(setting, rate, 1.0, seed)) if setting.workers > 1 else "1"
-            yield [setting.what, losses, speed, f"{_loss(tried[rate].final)}, {ratio}"]
+            yield [setting.what, losses, _loss(tried[results.rate(setting)].final)]
 
 
 def _seeds(results: Results) -> list[int]:
@@ -181,8 +200,7 @@ def draw(results: Results, path: Path) -> None:
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(7.5, 4.4), dpi=150, layout="constrained")
         panel = figure.subplots()
-        jobs = [results.fastest(s, seed) for rule in RULES if (s := results.best(rule))]
-        lines = [(f"{j.setting.what} ({_steps(results, j)} steps)", j) for j in jobs]
+        lines = [(f"{j.setting.what} ({_steps(results, j)} steps)", j) for j in _timed(results)]
         highest = 0.0
         if alone:
             one = Job(Setting(), results.rate(Setting()), FRACTIONS[0], seed)
@@ -208,5 +226,6 @@ def draw(results: Results, path: Path) -> None:
         panel.set_xlabel("seconds of training")
         panel.set_ylabel("validation loss, nats per character")
         panel.grid(color="#e4e4e4", linewidth=0.8)
-        panel.legend(frameon=False)
+        if lines:
+            panel.legend(frameon=False)
         figure.savefig(path)

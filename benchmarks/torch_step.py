@@ -38,6 +38,7 @@ FULL = Scale(layers=6, width=2048, steps=40, exchanges=40, periods=12)
 QUICK = Scale(layers=2, width=64, steps=4, exchanges=4, periods=2)
 TINY = (1, 4)  # layers, width
 TINY_PAIRS = 40
+DELAY = 4  # steps of a period
 
 
 def cases(scale: Scale, all_threads: tuple[int, ...]) -> Iterator[Case]:
@@ -56,6 +57,9 @@ def cases(scale: Scale, all_threads: tuple[int, ...]) -> Iterator[Case]:
     for rule in RULES:
         yield Case("training", rule, "AdamW", 1, *model, scale.periods, overlap=True)
         yield Case("training", rule, "SGD", 1, *model, scale.periods)
+    for optimizer in ("SGD", "AdamW"):
+        for how in ({"overlap": True}, {"delay": DELAY}):
+            yield Case("training", "DiLoCo", optimizer, 1, *model, scale.periods, **how)
 
 
 def timed(case: Case, context: ForkServerContext) -> Row:

@@ -19,7 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from springline import SharedCenter
-from springline.torch import AGNOptimizer, ElasticAverageOptimizer, ModelAverageOptimizer
+from springline.torch import (
+    AGNOptimizer,
+    DiLoCoOptimizer,
+    ElasticAverageOptimizer,
+    ModelAverageOptimizer,
+)
 from springline.torch.optimizer import CenterOptimizer
 
 NEVER = 10**12  # a period: no exchange falls due
@@ -32,14 +37,11 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-6),
 }
 RULES: dict[str, Callable[..., CenterOptimizer]] = {
-    "elastic": lambda inner, period, **options: ElasticAverageOptimizer(
-        inner, period=period, **options
-    ),
-    "averaging": lambda inner, period, **options: ModelAverageOptimizer(
-        inner, period=period, **options
-    ),
-    "AGN": lambda inner, period, **options: AGNOptimizer(inner, period=period, **options),
+    "elastic": ElasticAverageOptimizer,
+    "averaging": ModelAverageOptimizer,
+    "AGN": AGNOptimizer,
 }
+ALL = RULES | {"DiLoCo": DiLoCoOptimizer}  # which is measured in training only
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,12 @@ class Case:
     width: int
     pairs: int
     overlap: bool = False
+    delay: int = 0
+
+    @property
+    def in_background(self) -> str:
+        """How the exchange is hidden, if it is."""
+        return "overlap" if self.overlap else f"delay {self.delay}" if self.delay else ""
 
     @property
     def parameters(self) -> int:
@@ -63,9 +71,9 @@ class Case:
     @property
     def what(self) -> str:
         """Name the case in a few words."""
-        overlap = ", overlap" if self.overlap else ""
+        hidden = f", {self.in_background}" if self.in_background else ""
         threads = f"{self.threads} thread" + "s" * (self.threads > 1)
-        return f"{self.kind}: {self.rule}{overlap}, {self.optimizer}, {threads}"
+        return f"{self.kind}: {self.rule}{hidden}, {self.optimizer}, {threads}"
 
 
 @dataclass
@@ -115,7 +123,7 @@ def _exchange(case: Case) -> Times:
         for n in range(case.pairs + 2):  # the first ones make views and fault pages in
             copy = _timed(lambda: np.copyto(target, source))
             ours.step()  # as in training, an exchange comes right after a step
-            exchange = _timed(ours._exchange)
+            exchange = _timed(ours.worker.exchange)
             if n >= 2:
                 times.bare.append(copy)
                 times.ours.append(exchange)
@@ -187,9 +195,9 @@ def _wrapped(case: Case, model: nn.Module, period: int) -> Iterator[CenterOptimi
     """Wrap an optimizer of the model; its center is a shared one, and is freed at the end."""
     with tempfile.TemporaryDirectory(prefix="springline-bench-") as home:
         inner = OPTIMIZERS[case.optimizer](model.parameters())
-        ours = RULES[case.rule](
-            inner, period, model=model, overlap=case.overlap, center=Path(home) / "center"
-        )
+        options = {"delay": case.delay} if case.delay else {"overlap": case.overlap}
+        center_at = Path(home) / "center"
+        ours = ALL[case.rule](inner, period=period, model=model, center=center_at, **options)
         try:
             yield ours
         finally:

@@ -9,9 +9,10 @@ import matplotlib as mpl
 from exchange_plot import GREY
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from torch_step_cases import Case
 from torch_step_report import TITLES, Row, targets
 
-COLOURS = {"elastic": "#1f6fb2", "averaging": "#c8553d", "AGN": "#2a9d6f"}
+COLOURS = {"elastic": "#1f6fb2", "averaging": "#c8553d", "AGN": "#2a9d6f", "DiLoCo": "#8a63b8"}
 UNITS = {
     "step": "÷ bare optimizer",
     "tiny step": "µs more than the bare optimizer",
@@ -28,7 +29,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         panels = figure.subplots(2, 2).flat
         for panel, kind in zip(panels, TITLES, strict=True):
             _bars(panel, [row for row in shown if row.case.kind == kind])
-            panel.set_title(TITLES[kind] + ", overlap" * (kind == "training"), fontsize=9.5)
+            panel.set_title(
+                TITLES[kind] + ", exchanged in the background" * (kind == "training"), fontsize=9.5
+            )
             panel.set_ylabel(UNITS[kind])
         figure.savefig(path)
 
@@ -56,6 +59,13 @@ def _bars(panel: Axes, rows: Sequence[Row]) -> None:
     )
     if ratio:
         panel.axhline(1.0, color="#222222", linewidth=0.8)
-    panel.set_xticks(places, [f"{row.case.rule}\n{row.case.optimizer}" for row in rows], fontsize=8)
+    panel.set_xticks(
+        places, [_name(row.case) for row in rows], fontsize=8 if len(rows) < 8 else 5.8
+    )
     panel.grid(axis="y", color="#e4e4e4", linewidth=0.8)
     panel.set_axisbelow(True)
+
+
+def _name(case: Case) -> str:
+    delay = case.in_background if case.delay else ""
+    return "\n".join(word for word in (case.rule, case.optimizer, delay) if word)

@@ -59,8 +59,9 @@ class Row:
     def check(self) -> Check:
         """Compare with the target."""
         case, (most, words) = self.case, self.target
-        overlap = ", overlap" if case.overlap else ", no overlap" * (case.kind == "training")
-        what = f"{TITLES[case.kind]}: {case.rule}{overlap}, {case.optimizer}"
+        hidden = case.in_background or "no overlap" * (case.kind == "training")
+        how = ", ".join(word for word in (case.rule, hidden, case.optimizer) if word)
+        what = f"{TITLES[case.kind]}: {how}"
         for_us = case.kind == "tiny step" or case.parameters >= TARGET_SIZE
         return Check(what, words, self.measured, self.figure.median <= most if for_us else None)
 
@@ -83,7 +84,7 @@ class Row:
         unit = {"tiny step": " µs more", "exchange": " memcpys"}.get(case.kind, " times")
         tiny = case.kind == "tiny step"
         return [
-            case.kind + ", overlap" * case.overlap,
+            ", ".join(word for word in (case.kind, case.in_background) if word),
             case.rule,
             case.optimizer,
             str(case.threads),
@@ -95,9 +96,11 @@ class Row:
 
 
 def targets(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows that the targets are about: one thread, and overlap for training."""
+    """Return the rows that the targets are about: one thread, training with the exchange hidden."""
     return [
-        r for r in rows if r.case.threads == 1 and (r.case.kind != "training" or r.case.overlap)
+        r
+        for r in rows
+        if r.case.threads == 1 and (r.case.kind != "training" or r.case.in_background)
     ]
 
 
