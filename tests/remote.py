@@ -164,7 +164,8 @@ class Service:
 def contributing(service):
     """The ranks that have contributed to the round that is open."""
     membership = service.head.target._membership
-    return membership.contributing(membership.closed + 1)
+    sent = dict(membership.sent)  # it changes meanwhile, in the head's thread
+    return sorted(rank for rank, (number, _) in sent.items() if number == membership.closed + 1)
 
 
 def worker(service, rule=None, rank=0, values=None, **options):

@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from remote import message, worker
+from remote import contributing, message, worker
 from springline import ModelAverage
 from springline.center import CenterError
 from springline.center.remote.messages import ClosedRound
-from springline.center.remote.peer import PeerLostError
+from springline.center.remote.peer import Call, PeerLostError
 from springline.center.remote.steps import Steps
 from springline.errors import TakenOverError
 
@@ -157,3 +157,43 @@ def test_who_asks_for_a_mean_late_gets_that_fragment(serve):
     shard.reduce(ClosedRound(2, [0]), message(0, 2).sender)
     late = shard.reduce(ClosedRound(1, [0, 1]), message(1, 1).sender)
     np.testing.assert_array_equal(late.data.view(np.float32), 1)
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_what_a_worker_has_reported_counts_if_it_dies(serve, background, back):
+    """Its head hears of the death before the round is closed; its rank may be back by then."""
+    rule = ModelAverage(workers=2, period=1)
+    service = serve(rule)
+    one, two = (worker(service, rule, rank) for rank in range(2))
+    for each in (one, two):
+        each.parameters["w"][:] = each.rank
+    two.local_step = 4
+    background(two.exchange)
+    while 1 not in contributing(service):
+        threading.Event().wait(0.001)
+    two.member._gone.set()  # it sends no more heartbeats
+    Call(service.head, "leave", 1, None).result()  # as the launcher does for a dead worker
+    assert one.center.progress()[1].steps == 4
+    again = worker(service, rule, 1) if back else None
+    one.exchange()
+    np.testing.assert_array_equal(one.center.values()["w"], 0.5)
+    if again:
+        assert again.start_step == 4
+        again.take_center()
+        np.testing.assert_array_equal(again.parameters["w"], 0.5)
+
+
+def test_who_leaves_in_the_middle_of_a_round_withdraws(serve, background):
+    rule = ModelAverage(workers=2, period=1)
+    service = serve(rule)
+    one, two = (worker(service, rule, rank) for rank in range(2))
+    for each in (one, two):
+        each.parameters["w"][:] = each.rank
+    waiting = background(two.exchange)
+    while 1 not in contributing(service):
+        threading.Event().wait(0.001)
+    two.member.leave()
+    with pytest.raises(CenterError, match="has left the center"):
+        waiting.result(20)
+    one.exchange()
+    np.testing.assert_array_equal(one.center.values()["w"], 0)

@@ -62,7 +62,7 @@ class Scene:
         return {
             **{"rank": 1, "incarnation": incarnation, "number": 1, "row": RankProgress()},
             **{"mark": 1, "seconds": 0.0, "held": 0, "finished": False, "changed": False},
-            **{"given_up": [1], "without": []},
+            **{"given_up": [1], "without": [], "local_steps": 1},
             **{"sender": sender, "center": data, "state": np.zeros(len(shard._state), np.uint8)},
             **{"lease": issue(TOKEN, "lease"), "steps": [0, 0]},
             "message": Message(sender, 0, data, np.ones(2, bool), np.ones(2)),
@@ -105,6 +105,7 @@ class Scene:
             "held": [*NOT_WHOLE, 7, 10**40],
             "given_up": [1, [77], [-1], [1, 1], ["1"]],
             "without": [None, 1, [77], [-1], [1, 1], ["1"]],
+            "local_steps": NOT_WHOLE,
             "steps": [None, [0], [0, 0, 0], [0, -1], [0, 1.5]],
             "center": [*of_size(good["center"]), *not_finite(good["center"])],
             "state": [*of_size(good["state"]), *not_finite(good["state"])],
@@ -281,7 +282,7 @@ def test_a_round_that_is_not_open_is_refused(scene, number):
     here = scene(AVERAGE)
     before, good = here.state(), here.good()
     me = good["rank"], good["incarnation"]
-    for call in (("contribute", *me, number, 0.0), ("withdraw", *me, number)):
+    for call in (("contribute", *me, number, 0.0, 1), ("withdraw", *me, number)):
         with pytest.raises(CenterError, match=f"Round {number} is not open: this is round 1"):
             here.call("head", *call)
     assert here.state() == before

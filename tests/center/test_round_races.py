@@ -9,7 +9,7 @@ import pytest
 from springline import DiLoCo, LocalCenter, ModelAverage, outer
 from springline.center import CenterError, Layout, Local, RoundTimeoutError
 from springline.center.locks import SHARD
-from springline.center.plan import ADOPTED, CLOSED, CONTRIBUTED, MEMBER_OF
+from springline.center.plan import CLOSED, CONTRIBUTED, MEMBER_OF, READING
 from springline.center.rounds import MemoryRounds
 
 RULE = ModelAverage(period=1, workers=2)
@@ -56,10 +56,10 @@ def test_a_shard_is_not_reduced_again_from_the_next_rounds_slots():
             assert asked.wait(20)
         return acquire(number)
 
-    def settle_and_tell(this):
+    def settle_and_tell(this, steps):
         if this == 2:
             written.set()
-        settle(this)
+        settle(this, steps)
 
     def second_worker():
         members[1].exchange(locals_[1])
@@ -86,7 +86,7 @@ def test_a_new_worker_waits_until_nobody_reads_its_predecessors_slot():
     ranks, head = center.memory.ranks, center.memory.head
     head[CLOSED] = 1
     ranks[:, MEMBER_OF] = 1
-    ranks[0, [CONTRIBUTED, ADOPTED]] = 1, 0
+    ranks[:, CONTRIBUTED] = ranks[0, READING] = 1
     center.memory.slots[1][:] = 0
     newcomer = center.join(1, RULE)
     fill(locals_[1], 7)
@@ -94,7 +94,7 @@ def test_a_new_worker_waits_until_nobody_reads_its_predecessors_slot():
     thread.join(0.3)
     assert thread.is_alive()
     assert not center.memory.slots[1].any()  # not touched yet
-    ranks[0, ADOPTED] = 1
+    ranks[0, READING] = 0
     for _ in range(2000):
         if center.memory.slots[1].any():
             break

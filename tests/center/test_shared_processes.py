@@ -9,14 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from springline import AGN, ElasticAverage, ModelAverage, SharedCenter, Worker
+from springline import AGN, DiLoCo, ElasticAverage, ModelAverage, SharedCenter, Worker
 from springline.center import CenterError, Layout, RankError
 from springline.center.locks import RecordLocks
 from springline.center.plan import CONTRIBUTED
-from springline.rules import Adam
+from springline.rules import SGD, Adam
 
 ELASTIC = ElasticAverage(workers=2, period=1, moving_rate=0.5)
 AVERAGE = ModelAverage(workers=2, period=1)
+IN_TURN = ModelAverage(workers=2, period=4)
+DELAYED = DiLoCo(workers=2, period=4, delay=2, outer=SGD(1.0))
 SMALL = {"v": np.zeros(4, np.float32)}
 
 
@@ -164,6 +166,52 @@ def test_who_dies_while_others_wait_is_dropped_within_a_second(directory, member
     process.join()
     waiting.result(timeout=1)
     np.testing.assert_array_equal(worker.center.values()["v"], 3)
+    worker.center.close()
+
+
+def contribute_and_wait(pipe, directory, rule):
+    """Make a message in the background, and go on as if there were long steps to make."""
+    overlap = not rule.delay
+    worker = Worker(SMALL, rule, directory, 1, synchronous=False, overlap=overlap)
+    worker.begin()
+    worker.parameters["v"][:] -= 3
+    worker.local_step += 3  # a step counts as the fourth
+    worker.step()
+    pipe.send("on its way")
+    pipe.recv()
+
+
+@pytest.mark.parametrize("back", ["before", "after", "never"])
+@pytest.mark.parametrize("rule", [DELAYED, IN_TURN], ids=["diloco", "average"])
+def test_what_a_worker_has_sent_counts_if_it_dies_during_the_delay(
+    directory, start, background, rule, back
+):
+    """Also if its rank is back before the round is closed; it has made those steps then."""
+    worker = Worker(SMALL, rule, directory, 0, synchronous=False, timeout=20)
+    worker.begin()
+    process, pipe = start(contribute_and_wait, directory, rule)
+    assert pipe.recv() == "on its way"
+    deadline = time.monotonic() + 20
+    while worker.center.memory.ranks[1, CONTRIBUTED] != 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    process.kill()
+    process.join()
+
+    def again():
+        return Worker(SMALL, rule, directory, 1, synchronous=False, timeout=20)
+
+    new = background(again) if back == "before" else None
+    while new and worker.center.members() != [0, 1]:
+        time.sleep(0.001)
+    worker.parameters["v"][:] -= 1
+    worker.exchange()
+    np.testing.assert_array_equal(worker.center.values()["v"], SMALL["v"] - 2)  # the mean
+    if back != "never":
+        new = new.result(20) if new else again()
+        assert new.start_step == 4
+        if back == "after" or rule.delay:  # else it has joined with the center before the round
+            np.testing.assert_array_equal(new.parameters["v"], SMALL["v"] - 2)
     worker.center.close()
 
 

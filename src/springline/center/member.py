@@ -80,7 +80,6 @@ class MemoryMember(Member):
         self.row[JOINED] = JOINING  # until we are in the rounds, too
         self.row[ENDS] = 0
         self.was_sealed = bool(center.sealed)
-        self.start_step = int(self.row[STEPS])
         self._turn = threading.RLock()  # a signal handler may leave while an exchange waits
         self._busy = False
         self._locked: set[int] = set()  # shards that the last exchange left out
@@ -96,6 +95,7 @@ class MemoryMember(Member):
         self._rounds = MemoryRounds(center, self) if rule.rounds else None
         if self._rounds:
             self._rounds.enter()
+        self.start_step = int(self.row[STEPS])
         self._others = self._exchanges_of_others()  # at this worker's last exchange
         self.row[JOINED] = HERE
 

@@ -21,6 +21,7 @@ from springline.center.member import MemoryMember
 from springline.center.plan import (
     BASE,
     CLOSED,
+    CONTRIBUTED,
     EXCHANGES,
     FINISHED,
     JOINED,
@@ -28,6 +29,7 @@ from springline.center.plan import (
     LEFT_OUT,
     NANOSECONDS,
     SEALED,
+    SENT,
     STEPS,
     Memory,
     Plan,
@@ -61,8 +63,17 @@ class MemoryCenter(Center):
 
     def progress(self) -> list[Progress]:
         """Return how far each rank has come."""
-        columns = self.memory.ranks[:, [STEPS, EXCHANGES, NANOSECONDS]].tolist()
-        return [Progress(steps, exchanges, ns / 1e9) for steps, exchanges, ns in columns]
+        rows = []
+        for rank, row in enumerate(self.memory.ranks):
+            here = self.locks.held(RANK + rank)
+            steps = int(row[STEPS]) if here else self.steps_after_death(rank)
+            rows.append(Progress(steps, int(row[EXCHANGES]), int(row[NANOSECONDS]) / 1e9))
+        return rows
+
+    def steps_after_death(self, rank: int) -> int:
+        """Return the steps of a rank whose worker is gone: its complete message counts."""
+        steps, contributed, sent = self.memory.ranks[rank, [STEPS, CONTRIBUTED, SENT]].tolist()
+        return max(steps, sent) if contributed else steps
 
     def members(self) -> list[int]:
         """Return the ranks whose lock is held."""

@@ -27,10 +27,13 @@ from springline.typed import Count, build
 PAGE = 4096
 _MOST_WORKERS, _MOST_BYTES = 1 << 16, 1 << 50  # that a file may speak of
 # Columns of the table, one row per rank. Each row has one writer at a time: its rank's process.
-EXCHANGES, STEPS, NANOSECONDS, SETTLED, CONTRIBUTED, ADOPTED, MEMBER_OF, JOINED = range(8)
+# CONTRIBUTED is the round that its slot is complete for, SENT its steps with that message, and
+# READING the closed round whose slots it may still read.
+EXCHANGES, STEPS, NANOSECONDS, SETTLED, CONTRIBUTED, READING, MEMBER_OF, JOINED = range(8)
 # When it last exchanged, in seconds; parts that it has exchanged without; whether its process ends.
 LAST, LEFT_OUT, ENDS = 8, 9, 10
 SPEED = 11  # steps per second, in millionths
+SENT = 12
 COLUMNS = 16
 MILLIONTH = 1_000_000
 JOURNAL_WORDS = 3  # per shard; see `journal.py`

@@ -1,10 +1,10 @@
 """Synchronous rounds over the live members, on a center in memory.
 
 Each worker writes its message into its own slot and marks it complete. The round closes, once,
-over the complete slots of the live members. Then every worker reduces what shards it finds not yet
-reduced, so that they share the work, and adopts them all. A worker killed at any point spoils
-nothing: an incomplete slot does not count, and a shard half reduced is finished from the slots,
-which do not change before the next round.
+over the complete slots, when no live member is left that has not settled. Then every worker reduces
+what shards it finds not yet reduced, so that they share the work, and adopts them all. A worker
+killed at any point spoils nothing: a complete slot counts and an incomplete one does not, and a
+shard half reduced is finished from the slots, which do not change before the next round.
 
 Round numbers count from 1. A member is *settled* in the round it has contributed to or withdrawn
 from; the round waits for the live members that are not.
@@ -19,7 +19,16 @@ import numpy as np
 from springline.center.blocks import Block, RefusedError, Side, adopt, adopted, mean_rates, step
 from springline.center.center import Local
 from springline.center.locks import ROUND, SHARD
-from springline.center.plan import ADOPTED, BASE, CLOSED, CONTRIBUTED, MEMBER_OF, SETTLED
+from springline.center.plan import (
+    BASE,
+    CLOSED,
+    CONTRIBUTED,
+    MEMBER_OF,
+    READING,
+    SENT,
+    SETTLED,
+    STEPS,
+)
 from springline.center.waiting import wait_until
 from springline.rules.outer import Exchange
 
@@ -67,7 +76,10 @@ class MemoryRounds:
         """
         with self._locks.acquire(ROUND, self._member.timeout):
             this = self._open_round()
-            self._row[CONTRIBUTED] = self._row[ADOPTED] = 0
+            self._row[STEPS] = self._center.steps_after_death(self._member.rank)
+            if self._row[CONTRIBUTED] < this:  # else the last worker's message counts
+                self._row[CONTRIBUTED] = 0
+            self._row[READING] = 0
             self._row[SETTLED] = this if self._contributors(this) else this - 1
         self._help()
         if self._strict:
@@ -81,7 +93,7 @@ class MemoryRounds:
         done = False
         try:
             self._contribute(local, this)
-            self._settle(this)
+            self._settle(this, local.steps)
             wait_until(
                 lambda: self._closed(this),
                 lambda: self._names(self._pending(this)),
@@ -91,7 +103,7 @@ class MemoryRounds:
             self._reduce(sides)
             done = True
         finally:
-            self._row[ADOPTED] = this
+            self._row[READING] = 0
             if not done:
                 self._withdraw(this)
         self._next = this + 1
@@ -109,25 +121,14 @@ class MemoryRounds:
         return int(self._memory.head[CLOSED]) + 1
 
     def _contributors(self, this: int) -> list[int]:
-        return [r for r in self._center.members() if self._memory.ranks[r, CONTRIBUTED] == this]
+        """Return whose message is complete, also of those that have died since."""
+        return np.flatnonzero(self._memory.ranks[:, CONTRIBUTED] == this).tolist()
 
     def _pending(self, this: int) -> list[int]:
         return [r for r in self._center.members() if self._memory.ranks[r, SETTLED] < this]
 
     def _my_round(self) -> int:
         """Return the round to contribute to, after waiting for the one we have no part in."""
-        if self._new:
-            self._help()
-        if self._new or not self._center.plan.use_locking:
-            # Somebody may still be reading our slot: our predecessor's, or without locks also our
-            # own, since then two may reduce the same shard.
-            wait_until(
-                lambda: self._here() and not self._adopting(),
-                lambda: self._names(self._adopting()),
-                self._member.timeout,
-                "the last round to end",
-            )
-        self._new = False
 
         def may_contribute() -> bool:
             self._here()
@@ -147,17 +148,25 @@ class MemoryRounds:
             self._member.timeout,
             "the round that is under way",
         )
+        # From here on no round closes without us. Our slot may still be read: our predecessor's
+        # message, or without locks also our own last one, since then two may reduce one shard.
+        if self._new:
+            self._help()
+        if self._new or not self._center.plan.use_locking:
+            wait_until(
+                lambda: self._here() and not self._readers(),
+                lambda: self._names(self._readers()),
+                self._member.timeout,
+                "the last round to end",
+            )
+        self._new = False
         return self._open_round()
 
-    def _adopting(self) -> list[int]:
-        closed, ranks = self._memory.head[CLOSED], self._memory.ranks
-        return [
-            r
-            for r in self._center.members()
-            if r != self._member.rank
-            and ranks[r, CONTRIBUTED] == closed != 0
-            and ranks[r, ADOPTED] < closed
-        ]
+    def _readers(self) -> list[int]:
+        """Return the others that may still read the slots of the last closed round."""
+        closed, reading = self._memory.head[CLOSED], self._memory.ranks[:, READING]
+        others = (r for r in self._center.members() if r != self._member.rank)
+        return [r for r in others if reading[r] == closed != 0]
 
     def _contribute(self, local: Local, this: int) -> None:
         member = self._member
@@ -168,9 +177,12 @@ class MemoryRounds:
                 if message is not side.out:
                     np.copyto(side.out, message)
 
-    def _settle(self, this: int) -> None:
+    def _settle(self, this: int, steps: int) -> None:
+        """Mark our slot as complete: from here on it counts, also if we die."""
         with self._locks.acquire(ROUND, self._member.timeout):
-            self._row[CONTRIBUTED] = self._row[SETTLED] = this
+            self._row[SENT] = steps
+            self._row[READING] = self._row[SETTLED] = this
+            self._row[CONTRIBUTED] = this
 
     def _here(self) -> bool:
         """Raise if we have left meanwhile: from a signal handler, or another thread."""
@@ -200,7 +212,7 @@ class MemoryRounds:
         try:
             self._reduce(None)
         finally:
-            self._row[ADOPTED] = self._row[CONTRIBUTED]
+            self._row[READING] = 0
 
     def _reduce(self, sides: list[list[Side]] | None) -> None:
         """Reduce the shards of the closed round that are not reduced yet.
@@ -217,7 +229,7 @@ class MemoryRounds:
             this = int(self._memory.head[CLOSED])
             members = np.flatnonzero(self._memory.ranks[:, MEMBER_OF] == this)
             if sides is None:
-                self._row[CONTRIBUTED], self._row[ADOPTED] = this, this - 1
+                self._row[READING] = this
         reduced = self._memory.reduced
         todo = self._member.in_turn(self._number(this)) if this and len(members) else []
 

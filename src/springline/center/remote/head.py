@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import ClassVar
 
 from springline.center.plan import Plan
@@ -76,7 +77,7 @@ class Head:
         at, given_up = self._given_up or (-GRACE, None)
         return Look(
             self._membership.alive(),
-            dict(self._rows),
+            {rank: self._row(rank) for rank in self._rows},
             self._membership.closed,
             description,
             sorted(self._finished),
@@ -150,7 +151,7 @@ class Head:
             if len(heartbeats) > _LATE:
                 raise rank_in_use(rank, self._membership.alive())
             await self._membership.wait(time.monotonic() + TICK)
-        row = self._rows.get(rank, RankProgress())
+        row = self._row(rank)
         if holder and holder.incarnation == incarnation:
             holder.heard = time.monotonic()  # it keeps its part in the round
             return incarnation, row, self._membership.closed
@@ -190,11 +191,16 @@ class Head:
         return max((m.speed for m in alive), default=0.0)
 
     async def leave(self, rank: int, incarnation: int | None, finished: bool = False) -> None:
-        """Give a rank back; without an incarnation, its holder is known to be dead."""
+        """Give a rank back; without an incarnation, its holder is known to be dead.
+
+        Who leaves in the middle of a round withdraws from it. What the dead have sent counts.
+        """
         member = self._membership.members.get(rank)
         if finished and incarnation is not None:
             await self.finish(rank, incarnation)
         if member and incarnation in (None, member.incarnation):
+            if incarnation and rank in self._membership.contributing(self._membership.closed + 1):
+                del self._membership.sent[rank]
             del self._membership.members[rank]
             self._membership.changed()
 
@@ -237,18 +243,19 @@ class Head:
                 await self._membership.wait(deadline)
 
     async def contribute(
-        self, rank: int, incarnation: int, number: int, seconds: float
+        self, rank: int, incarnation: int, number: int, seconds: float, local_steps: int
     ) -> ClosedRound | list[int] | None:
         """Contribute to a round, and wait a while until it is closed.
 
+        From here on the contribution counts, also if the member dies before the round is closed.
+
         Returns:
             The closed round, without contributors if it is the last and they are not known; or who
-            is waited for. None if it was closed before, without this member, or long ago. A member
-            that is dropped while it waits has no part in it, and gets the others' mean.
+            is waited for. None if it was closed before, without this member, or long ago.
         """
         before = number <= self._membership.closed
         if not before:
-            self._membership.settle(rank, incarnation, number, number, self.registration.found)
+            self._membership.settle(rank, incarnation, number, local_steps, self.registration.found)
         deadline = time.monotonic() + seconds
         while not self._membership.close(number):
             if time.monotonic() >= deadline:
@@ -264,9 +271,14 @@ class Head:
     async def withdraw(self, rank: int, incarnation: int, number: int) -> None:
         """Have no part in a round, unless it is closed."""
         if number > self._membership.closed:
-            self._membership.settle(rank, incarnation, number, 0, self.registration.found)
+            self._membership.settle(rank, incarnation, number, None, self.registration.found)
             if not self._membership.close(number):
                 self._membership.changed()  # those who wait for a round to begin again may go on
+
+    def _row(self, rank: int) -> RankProgress:
+        """Return how far a rank has come."""
+        row = self._rows.get(rank, RankProgress())
+        return replace(row, steps=max(row.steps, self._membership.steps_after_death(rank)))
 
     def _note(self, rank: int, incarnation: int, row: RankProgress) -> None:
         known = self._rows.get(rank, RankProgress())

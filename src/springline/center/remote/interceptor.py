@@ -43,7 +43,7 @@ _LONGEST = 60.0  # seconds that a call may ask a head to wait
 # Which calls are for rules with rounds, and which for the others.
 _ROUNDS = {"exchange": False} | dict.fromkeys(("begin", "contribute", "withdraw", "reduce"), True)
 _TYPES = {"finished": bool, "changed": bool, "description": dict, "parts": list}
-_LEAST = {"number": 1, "mark": 0, "incarnation": 1, "steps": 0, "exchanges": 0}
+_LEAST = {"number": 1, "mark": 0, "incarnation": 1, "steps": 0, "local_steps": 0, "exchanges": 0}
 
 
 class Target(Protocol):

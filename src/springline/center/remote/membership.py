@@ -24,7 +24,6 @@ class MemberState:
     incarnation: int
     heard: float
     settled: int  # the round it has contributed to or withdrawn from
-    contributed: int = 0
     joined: bool = False
     speed: float = 0.0  # local steps per second
 
@@ -50,6 +49,8 @@ class Membership:
         quiet_until: no round is closed before.
         closed: the last round that was.
         contributors: of the last few rounds.
+        sent: by rank, the last round that it has contributed to, and its steps then. It outlives
+            the member: what is complete counts.
     """
 
     def __init__(self, grace: float, token: str) -> None:
@@ -57,6 +58,7 @@ class Membership:
         self.quiet_until = 0.0
         self.closed = 0
         self.contributors: dict[int, list[int]] = {}
+        self.sent: dict[int, tuple[int, int]] = {}
         self._grace = grace
         self._token = token
         self._lease = Lease()
@@ -105,8 +107,8 @@ class Membership:
         return [rank for rank in self.alive() if self.members[rank].settled < number]
 
     def contributing(self, number: int) -> list[int]:
-        """Return who has contributed to a round, of those who are alive."""
-        return [rank for rank in self.alive() if self.members[rank].contributed == number]
+        """Return who has contributed to a round, also those who have died since."""
+        return sorted(rank for rank, (round_, _) in self.sent.items() if round_ == number)
 
     def missing(self, workers: int) -> list[int]:
         """Return the ranks that have not joined, or are not there any more."""
@@ -114,7 +116,7 @@ class Membership:
         return sorted(set(range(workers)) - here)
 
     def settle(
-        self, rank: int, incarnation: int, number: int, contributed: int, restarted: bool
+        self, rank: int, incarnation: int, number: int, steps: int | None, restarted: bool
     ) -> None:
         """Note that a member has contributed to a round, or withdrawn from it.
 
@@ -122,7 +124,7 @@ class Membership:
             rank: the member's.
             incarnation: the member's.
             number: of the round.
-            contributed: the same, or 0.
+            steps: its steps with its contribution; None if it withdraws.
             restarted: whether the head was, and may know less of the rounds than the member.
         """
         member, this = self.member(rank, incarnation), self.closed + 1
@@ -131,7 +133,18 @@ class Membership:
         if number > this:  # the shards restarted, too
             self.closed = number - 1
             self.changed()
-        member.settled, member.contributed = number, contributed
+        member.settled = number
+        if steps is None:
+            self.sent.pop(rank, None)
+        else:
+            self.sent[rank] = number, steps
+
+    def steps_after_death(self, rank: int) -> int:
+        """Return the steps of a rank that is not there, with its last contribution."""
+        member = self.members.get(rank)
+        if rank not in self.sent or (member and self.is_alive(member)):
+            return 0
+        return self.sent[rank][1]
 
     def begin_again(self, number: int) -> None:
         """Open a round again from which all members have withdrawn."""

@@ -2,8 +2,9 @@
 
 A worker sends its message to every shard and then reports to the head. The head closes the round
 over those that did, and all of them take the mean from the shards, which make it on the first call.
-A worker that dies between two shards has reported nothing: what it sent does not count. A member of
-one round is in the next: it need not ask which that is.
+A worker that dies between two shards has reported nothing: what it sent does not count. What a
+worker has reported counts, also if it dies before the round is closed. A member of one round is in
+the next: it need not ask which that is.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class RemoteRounds:
                         return False
                     number = self._begin()
                 messages = self._contribute(blocks, number)
-                closed = self._close(number)
+                closed = self._close(number, blocks.local.steps)
                 if closed:
                     self._reduce(blocks, messages, closed)
                     self._next = number + 1
@@ -84,7 +85,7 @@ class RemoteRounds:
             call.result()
         return messages
 
-    def _close(self, number: int) -> ClosedRound | None:
+    def _close(self, number: int, steps: int) -> ClosedRound | None:
         """Report our contribution, and wait until the round is closed.
 
         Returns:
@@ -93,7 +94,7 @@ class RemoteRounds:
         found: list[ClosedRound | None] = []
 
         def contribute(seconds: float) -> list[int]:
-            answer = self._member.ask_as_member("contribute", number, seconds)
+            answer = self._member.ask_as_member("contribute", number, seconds, steps)
             if isinstance(answer, list):
                 return answer or [self._member.rank]
             found.append(answer)
