@@ -73,7 +73,7 @@ class MemoryCenter(Center):
     def steps_after_death(self, rank: int) -> int:
         """Return the steps of a rank whose worker is gone: its complete message counts."""
         steps, contributed, sent = self.memory.ranks[rank, [STEPS, CONTRIBUTED, SENT]].tolist()
-        return max(steps, sent) if contributed else steps
+        return int(max(steps, sent) if contributed else steps)
 
     def members(self) -> list[int]:
         """Return the ranks whose lock is held."""
