@@ -86,6 +86,16 @@ def test_create_or_restore_slot_variable():
     kept(v1.train.GradientDescentOptimizer(0.5), "_create_or_restore_slot_variable")
 
 
+@pytest.mark.parametrize("resource", [True, False], ids=["resource", "reference"])
+def test_initializer_op(resource):
+    with tf.Graph().as_default(), v1.Session() as session:
+        v = v1.get_variable("v", [], initializer=v1.ones_initializer(), use_resource=resource)
+        assert kept(v, "_initializer_op") is v.initializer
+        private.replace_initializer(v, v1.assign(v, 7.0).op)
+        session.run(v1.global_variables_initializer())
+        assert session.run(v) == 7
+
+
 def test_get_control_flow_context():
     v1.disable_control_flow_v2()
     try:

@@ -192,6 +192,43 @@ def test_a_session_that_is_chief_by_default_joins(rule, resource, saved, tmp_pat
     tf.nest.map_structure(close, found["local"], before["center"])
 
 
+@kinds
+@rules
+@pytest.mark.parametrize("monitored", [True, False], ids=["monitored", "plain"])
+def test_a_session_without_the_hook_joins(rule, resource, monitored):
+    """One that is chief by default, or a script that initialises all it has in every worker."""
+    servers = Servers(1, 2)
+    options = {"resource": resource, PERIODS[rule]: 1}
+    options |= {"rho": 0.0} if rule == "elastic" else {}
+    adam = INNERS["adam"]
+    first = Model(servers, rule, 0, 1, lambda: adam(0.1), bowl, **options)
+    first.start()
+    for _ in range(3):
+        first.step()
+    before = first.values()
+    shared = first.opt.outer.variables() if first.opt.outer else []
+    state = first.session.run(shared)
+    second = Model(servers, rule, 1, 1, lambda: adam(0.1), bowl, **options)
+    if monitored:
+        with second.graph.as_default():
+            second.session = train.MonitoredTrainingSession(
+                servers.servers["worker", 1].target,
+                config=v1.ConfigProto(device_filters=["/job:ps", "/job:worker/task:1"]),
+            )
+        raw(second.session).run(second.init)
+    else:
+        second.session = servers.session(1, second.graph)
+        second.session.run([second.globals, second.locals])
+        second.session.run(second.init)
+    found = second.values()
+    assert found["global_step"] == before["global_step"] == 3
+    tf.nest.map_structure(close, found["center"], before["center"])
+    tf.nest.map_structure(close, found["local"], before["center"])
+    tf.nest.map_structure(close, first.session.run(shared), state)
+    second.step()
+    assert second.values()["global_step"] == 4
+
+
 @rules
 def test_the_first_session_makes_the_center_whatever_the_hook_was_told(rule):
     model = Model(Servers(1, 2), rule, 1, 1, sgd, bowl, True, **{PERIODS[rule]: 1})

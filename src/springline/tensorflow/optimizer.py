@@ -33,6 +33,7 @@ from springline.tensorflow.hook import CenterHook
 from springline.tensorflow.outer import OuterOptimizer
 from springline.tensorflow.saver import SwappingSaver
 from springline.tensorflow.shards import Body, Call, DeviceShard, Tensor, Turns, cut, direct
+from springline.tensorflow.start import keep_living
 from springline.tensorflow.step import (
     StartNote,
     Step,
@@ -133,6 +134,10 @@ class CenterOptimizer(WrappingOptimizer):
                 due = tf.equal(count % self._period, 0)
                 exchanged = exchange_if(due, shards, self._exchange, self._reach, self._note)
             self._steps.append(Step(count, exchanged, exchange, feeds))
+            shared = [trio.center for trio in trios] + (
+                self.outer.variables() if self.outer else []
+            )
+            keep_living([*shared, *([] if global_step is None else [global_step])], worker)
             # Not an identity, which TensorFlow would leave out: then feeding would not prune.
             return tf.group(count, tf.raw_ops.DeepCopy(x=exchanged), name=scope)
 

@@ -49,6 +49,11 @@ def restore_slot(opt: Any, position: Any, name: str, variable: Any) -> None:
     )
 
 
+def replace_initializer(variable: Any, operation: Any) -> None:
+    """Let a variable's initialiser, and all that are made of it, be another operation."""
+    variable._initializer_op = operation
+
+
 def inside_old_control_flow(graph: tf.Graph) -> bool:
     """Whether operations are being made in a `tf.cond` or a loop of TensorFlow 1."""
     return graph._get_control_flow_context() is not None

@@ -1,9 +1,10 @@
 """How a session starts: which variables it initialises, and which it waits for.
 
 The center is made by the first session that is chief, and marked as made; every later one joins
-it, whatever it is told. Of the other global variables a worker initialises by itself those on its
-own device, which no chief can, and waits for the rest. A moving average of the worker's variables
-starts from the center: it is initialised only once they are set to it.
+it, whatever it is told, with the hook or without. Of the other global variables a worker
+initialises by itself those on its own device, which no chief can, and waits for the rest. A moving
+average of the worker's variables starts from the center: it is initialised only once they are set
+to it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import tensorflow as tf
 
 from springline.tensorflow.getter import Variable, v1
 from springline.tensorflow.members import Table, pause
+from springline.tensorflow.private import replace_initializer
 from springline.tensorflow.saver import JoiningSaver
 from springline.tensorflow.shards import Tensor, after, direct, only_if
 from springline.tensorflow.step import ancestors, is_elsewhere
@@ -80,6 +82,18 @@ def initialize_new(variables: Sequence[Variable]) -> Any:
         return only_if(is_new, lambda: after([v1.assign(v, v.initial_value)]))
 
     return tf.group(*map(unless_initialized, variables))
+
+
+def keep_living(variables: Sequence[Variable], worker_device: str) -> None:
+    """Let initialisers leave variables on the servers alone that are initialised.
+
+    A session that is chief by default, or a script that runs `global_variables_initializer` in
+    every worker, would reset the center that others train.
+    """
+    for v in variables:
+        if is_elsewhere(v.device, worker_device):
+            with tf.control_dependencies(None), v1.device(v.device):
+                replace_initializer(v, initialize_new([v]))
 
 
 class Mark:
