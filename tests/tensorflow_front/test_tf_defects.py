@@ -173,9 +173,8 @@ def test_local_step_is_on_its_worker(rule):
 def updates(model):
     """The operations that update a center, made of reference variables, after it was made."""
     centers = {trio.center.op.name for trio in model.trios}
-    made = {trio.center.initializer.name for trio in model.trios}
     for op in model.graph.get_operations():
-        update = op.type.startswith(("Assign", "Apply")) and op.name not in made
+        update = op.type.startswith(("AssignAdd", "AssignSub", "Apply"))  # others initialise it
         if update and op.inputs[0].op.name in centers:
             yield op
 

@@ -86,7 +86,7 @@ class JoiningSaver(v1.train.Saver):
             self._but_scalars.restore(sess, save_path)
             for v in self._scalars:
                 value = saved.get_tensor(older[v.op.name])
-                sess.run(v.initializer, {v.initializer.inputs[1]: value})
+                sess.run(v.initializer, {v.initial_value: value})
         else:
             _log.warning(
                 "%s is without %s: the center's optimizer starts from its initial values.",
