@@ -17,7 +17,7 @@ setup: $(READY)  ## a .venv with everything that demo and tests need
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,tensorflow,ray,plots,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,tensorflow,keras,accelerate,huggingface,lightning,ray,plots,dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps tf_keras  # it asks for tensorflow, which is tensorflow-cpu here
 	@touch $@
 
