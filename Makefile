@@ -8,16 +8,26 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 
 PARALLEL ?= -n 2 --dist loadfile  # a process of tests per core, a file stays in one
 
-.PHONY: help setup demo demo-digits demo-gpt test test-all lint format bench clean
+PYTHONS ?= 3.10 3.12 3.13
+# A python3.x on the PATH that starts, or one of pyenv's.
+python_of = $(firstword $(shell python$1 -c 'import sys; print(sys.executable)' 2>/dev/null) \
+	$(wildcard $(HOME)/.pyenv/versions/$1.*/bin/python))
+FOUND = $(strip $(foreach version,$(PYTHONS),$(if $(call python_of,$(version)),$(version))))
+# The tests of these parts but for those that need torch, TensorFlow or Ray; doctests of two.
+FRAMEWORKS := $(wildcard $(foreach word,ray address collective hosts results signals strangers,tests/*/test_*$(word)*.py))
+PARTS := $(wildcard $(foreach part,rules center launch monitor faults,tests/$(part)/test_*.py))
+CORE := $(wildcard tests/test_*.py) $(filter-out $(FRAMEWORKS),$(PARTS)) src/springline/rules src/springline/monitor
+
+.PHONY: help setup demo demo-digits demo-gpt test test-all test-pythons lint format bench clean
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(READY)  ## a .venv with everything that demo and tests need
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,tensorflow,ray,plots,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,tensorflow,keras,accelerate,huggingface,lightning,ray,plots,dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps tf_keras  # it asks for tensorflow, which is tensorflow-cpu here
 	@touch $@
 
@@ -35,6 +45,20 @@ test: lint  ## all tests but the slow ones
 test-all: lint  ## all tests
 	$(BIN)/python -m pytest -q $(PARALLEL) -m ''
 
+test-pythons:  ## the tests that need numpy only, on each other Python that is found
+	@test -n "$(FOUND)" || { echo "Found none of Python $(PYTHONS)."; exit 1; }
+	@$(MAKE) --no-print-directory $(FOUND:%=test-python-%)
+	@echo "Passed on Python: $(FOUND). Not found: $(or $(filter-out $(FOUND),$(PYTHONS)),none)."
+
+test-python-%: .venvs/%/.ready
+	.venvs/$*/bin/python -m pytest -q $(PARALLEL) $(CORE)
+
+.PRECIOUS: .venvs/%/.ready
+.venvs/%/.ready: pyproject.toml
+	$(call python_of,$*) -m venv .venvs/$*
+	.venvs/$*/bin/python -m pip install --quiet --disable-pip-version-check -e '.[plots,test]'
+	@touch $@
+
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -48,4 +72,4 @@ bench: setup  ## what an exchange costs, in memcpys: docs/exchange.md and its pl
 	$(BIN)/python benchmarks/exchange.py
 
 clean:  ## forget the .venv and the caches
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venvs .mypy_cache .ruff_cache .pytest_cache .hypothesis
