@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 from torch import nn
-from torch_training import INNERS, RULES, network, train, wrap
+from torch_training import INNERS, OPTIMIZERS, RULES, network, train, wrap
 
-import springline
+import springline.torch
 from springline.center.checkpoint import describe
 from springline.torch import ElasticAverageOptimizer
 
@@ -242,3 +242,20 @@ def test_two_optimizers_in_a_real_run(directory, tmp_path):
     with springline.SharedCenter.open(directory / "second") as second:
         assert [rank.steps for rank in second.progress()] == [6, 6]
         second.retire()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_by_its_name(rule):
+    model = network()
+    opt = springline.torch.wrap(rule, sgd(model), model=model, period=2)
+    assert type(opt) is OPTIMIZERS[rule]
+    train(model, opt, range(3))
+
+
+@pytest.mark.parametrize("rule", ["Elastic", "", None, 3])
+def test_an_unknown_rule_gets_the_names(rule):
+    names = '"elastic", "average", "agn", "diloco", "async_diloco", "slowmo"'
+    with pytest.raises(
+        ValueError, match=rf"`rule` must be one of {names}. Received: rule={rule!r}"
+    ):
+        springline.torch.wrap(rule, sgd(network()))

@@ -97,7 +97,7 @@ class CenterOptimizer(CenterReader):
         self.worker.note_start()  # again: half precision rounds
 
     def _step(self, closure: Closure | None) -> float | None:
-        self._check_not_swapped()
+        self._check_training("step")
         background = self.worker.background
         if background:
             background.settle()
@@ -175,7 +175,7 @@ class CenterOptimizer(CenterReader):
         `x ← c`, and nothing is left of the inner optimizer's state and of what has not been
         exchanged.
         """
-        self._check_not_swapped()
+        self._check_training("take_center")
         self.worker.take_center()
         self.inner.state.clear()
         for group in self.param_groups:
@@ -184,13 +184,20 @@ class CenterOptimizer(CenterReader):
                     self.inner.state[p] = first
 
     def finish(self) -> None:
-        """Exchange what the last period left over, and leave the center."""
+        """Exchange what the last period left over, and leave the center.
+
+        After `eval` the model then holds the center as it is by now.
+        """
         if self.worker.finished:
             return
-        self._check_not_swapped()
+        shown = self._own is not None
+        if shown:
+            self.train()
         atexit.unregister(self._at_exit)
         self.worker.finish()
         self._write_extras()
+        if shown:
+            self.eval()
 
     def final(self, timeout: float | None = None) -> bool:
         """Finish, wait for all other workers, and return whether this one is to report.
@@ -212,7 +219,7 @@ class CenterOptimizer(CenterReader):
         finish_at_exit(self.finish, self._process)
 
     def _add(self, group: Group) -> None:
-        self._check_not_swapped()
+        self._check_training("add_param_group")
         self.wait()
         self.inner.add_param_group(group)
         try:
@@ -245,9 +252,14 @@ class CenterOptimizer(CenterReader):
         self.worker.begun = old.begun
 
     def _save(self) -> State:
-        return self.inner.state_dict() | {"springline": self._worker_state()}
+        ours = self._worker_state()
+        if self._own is not None:  # what the model saves is the center
+            views = self.worker.layout.views(self._own)
+            ours["own"] = {name: torch.from_numpy(v.copy()) for name, v in views.items()}
+        return self.inner.state_dict() | {"springline": ours}
 
     def _load(self, state: State) -> None:
+        self._check_training("load_state_dict")
         ours = state.pop("springline", None)
         if ours is not None:
             worker_state.check(self.worker, ours)
@@ -259,6 +271,10 @@ class CenterOptimizer(CenterReader):
         self.inner.load_state_dict(state)
         if ours is not None:
             self._load_worker_state(ours)
+            if "own" in ours:
+                own = self.worker.layout.allocate()
+                self.worker.layout.write(own, ours["own"])
+                self._show(own)
 
     def _worker_state(self) -> State:
         self.wait()
