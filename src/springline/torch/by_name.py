@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from springline.torch.diloco import AsyncDiLoCoOptimizer, DiLoCoOptimizer, SlowMoOptimizer
 from springline.torch.optimizer import CenterOptimizer
 from springline.torch.optimizers import (
@@ -13,6 +11,7 @@ from springline.torch.optimizers import (
     ElasticAverageOptimizer,
     ModelAverageOptimizer,
 )
+from springline.torch.several import Inner
 
 RULES: dict[str, type[CenterOptimizer]] = {
     "elastic": ElasticAverageOptimizer,
@@ -24,14 +23,15 @@ RULES: dict[str, type[CenterOptimizer]] = {
 }
 
 
-def wrap(rule: str, optimizer: torch.optim.Optimizer, **options: Any) -> CenterOptimizer:
+def wrap(rule: str, optimizer: Inner, **options: Any) -> CenterOptimizer:
     """Wrap an optimizer in that of a rule.
 
     Args:
         rule: "elastic", "average", "agn", "diloco", "async_diloco" or "slowmo".
-        optimizer: any torch optimizer, made with the model's parameters.
+        optimizer: any torch optimizer, made with the model's parameters; or a list of them.
         **options: those of the rule's own class.
 
+    >>> import torch
     >>> model = torch.nn.Linear(2, 1)
     >>> opt = wrap("average", torch.optim.SGD(model.parameters(), lr=0.1), model=model, period=5)
     >>> type(opt).__name__

@@ -17,7 +17,7 @@ from springline.torch.naming import Named
 from springline.torch.optimizer import CenterOptimizer
 from springline.torch.outer import MakeOptimizer, outer_of
 from springline.torch.resolve import AnyCenter
-from springline.torch.wrapper import State
+from springline.torch.several import Inner, State
 
 
 class _PseudoGradientOptimizer(CenterOptimizer):
@@ -25,7 +25,7 @@ class _PseudoGradientOptimizer(CenterOptimizer):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Inner,
         kind: type[PseudoGradient],
         outer: Outer | MakeOptimizer | None,
         settings: dict[str, Any],
@@ -46,7 +46,7 @@ class DiLoCoOptimizer(_PseudoGradientOptimizer):
     ```
 
     Args:
-        optimizer: any torch optimizer, made with the model's parameters.
+        optimizer: any torch optimizer, made with the model's parameters; or a list of them.
         model: the model; gives parameters their names, and lets its floating-point buffers travel
             with the center.
         period: τ, local steps between two rounds of the whole model: a number, one of
@@ -75,7 +75,7 @@ class DiLoCoOptimizer(_PseudoGradientOptimizer):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Inner,
         *,
         model: torch.nn.Module | None = None,
         period: Period = 10,
@@ -108,7 +108,7 @@ class AsyncDiLoCoOptimizer(_PseudoGradientOptimizer):
     """Asynchronous DiLoCo: every worker's Δ is a step of its own, and nobody waits.
 
     Args:
-        optimizer: any torch optimizer, made with the model's parameters.
+        optimizer: any torch optimizer, made with the model's parameters; or a list of them.
         model: the model; gives parameters their names, and lets its floating-point buffers travel
             with the center.
         period: τ, local steps between two exchanges of the whole model: a number, one of
@@ -138,7 +138,7 @@ class AsyncDiLoCoOptimizer(_PseudoGradientOptimizer):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Inner,
         *,
         model: torch.nn.Module | None = None,
         period: Period = 10,
@@ -181,7 +181,7 @@ class SlowMoOptimizer(_PseudoGradientOptimizer):
     η is the inner optimizer's mean learning rate since the last round.
 
     Args:
-        optimizer: any torch optimizer, made with the model's parameters.
+        optimizer: any torch optimizer, made with the model's parameters; or a list of them.
         model: the model; gives parameters their names, and lets its floating-point buffers travel
             with the center.
         period: τ, local steps between two rounds of the whole model: a number, one of
@@ -200,7 +200,7 @@ class SlowMoOptimizer(_PseudoGradientOptimizer):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Inner,
         *,
         model: torch.nn.Module | None = None,
         period: Period = 10,

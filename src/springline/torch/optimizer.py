@@ -21,7 +21,7 @@ from springline.torch.naming import Group, Named, float_buffers, name_parameters
 from springline.torch.outer import first_state
 from springline.torch.reading import CenterReader
 from springline.torch.resolve import AnyCenter, resolve, warn_of_replicas
-from springline.torch.wrapper import Closure, State
+from springline.torch.several import Closure, Inner, State, parts
 from springline.worker import MakeCenter, Worker
 
 _log = logging.getLogger("springline")
@@ -40,7 +40,7 @@ class CenterOptimizer(CenterReader):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Inner,
         make_rule: MakeRule,
         *,
         synchronous: bool,
@@ -177,11 +177,11 @@ class CenterOptimizer(CenterReader):
         """
         self._check_training("take_center")
         self.worker.take_center()
-        self.inner.state.clear()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if first := first_state(self.inner, p):
-                    self.inner.state[p] = first
+        for optimizer in parts(self.inner):
+            optimizer.state.clear()
+            for p in (p for group in optimizer.param_groups for p in group["params"]):
+                if first := first_state(optimizer, p):
+                    optimizer.state[p] = first
 
     def finish(self) -> None:
         """Exchange what the last period left over, and leave the center.

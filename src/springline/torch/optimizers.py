@@ -15,14 +15,14 @@ from springline.torch.naming import Named
 from springline.torch.optimizer import CenterOptimizer
 from springline.torch.outer import MakeOptimizer, TorchOuter, outer_of
 from springline.torch.resolve import AnyCenter
-from springline.torch.wrapper import State
+from springline.torch.several import Inner, State, parts
 
 
 class ElasticAverageOptimizer(CenterOptimizer):
     """Elastic averaging: every few steps worker and center are pulled towards each other.
 
     Args:
-        optimizer: any torch optimizer, made with the model's parameters.
+        optimizer: any torch optimizer, made with the model's parameters; or a list of them.
         model: the model; gives parameters their names, and lets its floating-point buffers travel
             with the center.
         period: τ, local steps between two exchanges of the whole model: a number, one of
@@ -51,7 +51,7 @@ class ElasticAverageOptimizer(CenterOptimizer):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Inner,
         *,
         model: torch.nn.Module | None = None,
         period: Period = 10,
@@ -126,7 +126,7 @@ class ModelAverageOptimizer(CenterOptimizer):
     """Model averaging: every few steps all workers meet and go on from their mean.
 
     Args:
-        optimizer: any torch optimizer, made with the model's parameters.
+        optimizer: any torch optimizer, made with the model's parameters; or a list of them.
         model: the model; gives parameters their names, and lets its floating-point buffers travel
             with the center.
         period: τ, local steps between two rounds of the whole model: a number, one of
@@ -144,7 +144,7 @@ class ModelAverageOptimizer(CenterOptimizer):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Inner,
         *,
         model: torch.nn.Module | None = None,
         period: Period = 10,
@@ -175,7 +175,7 @@ class AGNOptimizer(CenterOptimizer):
     learning rates. Its state is in the center.
 
     Args:
-        optimizer: any torch optimizer, made with the model's parameters.
+        optimizer: any torch optimizer, made with the model's parameters; or a list of them.
         model: the model; gives parameters their names, and lets its floating-point buffers travel
             with the center.
         period: τ, local steps between two exchanges of the whole model: a number, one of
@@ -197,7 +197,7 @@ class AGNOptimizer(CenterOptimizer):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Inner,
         *,
         model: torch.nn.Module | None = None,
         period: Period = 10,
@@ -213,8 +213,7 @@ class AGNOptimizer(CenterOptimizer):
         self._fixed_rate = outer is not None
 
         def rule(workers: int, named: list[Named]) -> Rule:
-            twin = TorchOuter(optimizer, {n.name: n.group for n in named})
-            made = twin if outer is None else outer_of(outer, named)
+            made = self._twin(named) if outer is None else outer_of(outer, named)
             return AGN(
                 period=period,
                 workers=workers,
@@ -239,6 +238,15 @@ class AGNOptimizer(CenterOptimizer):
             timeout=timeout,
             keep_own_weights=keep_own_weights,
         )
+
+    def _twin(self, named: list[Named]) -> Outer:
+        kinds = [type(optimizer).__name__ for optimizer in parts(self.inner)]
+        if len(kinds) > 1:
+            raise ValueError(
+                f"The center's optimizer cannot be like several ({', '.join(kinds)}). Pass "
+                "`outer=`, one for all parameters, as `outer=springline.outer.Adam(1e-3)`."
+            )
+        return TorchOuter(self.inner, {n.name: n.group for n in named})
 
     def _observe(self) -> None:
         """`a ← a + g`, in one call where the same parameters have a gradient as the step before."""

@@ -20,6 +20,7 @@ from springline.files import can_do_without
 from springline.progress import is_over
 from springline.torch.binding import Binding, to_numpy
 from springline.torch.naming import beside_center, under_all_names
+from springline.torch.several import parts
 from springline.torch.wrapper import Wrapper
 from springline.worker import Worker
 
@@ -82,9 +83,10 @@ class CenterReader(Wrapper):
         self.binding.scatter()
 
     def _call_inner(self, name: str) -> None:
-        method = getattr(self.inner, name, None)
-        if callable(method):
-            method()
+        for optimizer in parts(self.inner):
+            method = getattr(optimizer, name, None)
+            if callable(method):
+                method()
 
     def save_center(self, path: str | Path) -> None:
         """Write the center as safetensors that `model.load_state_dict(load_file(path))` takes.
