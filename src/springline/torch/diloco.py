@@ -63,6 +63,8 @@ class DiLoCoOptimizer(_PseudoGradientOptimizer):
         use_locking: whether a shard is reduced under its lock; False only without outer state.
         center: a center, the directory of a shared one, or a `torch.distributed` process group. By
             default that of the run the script was started in, else one of this worker's own.
+        name: tells this optimizer's center in a run from those of others in the same script; by
+            default the order in which they are made does.
         timeout: seconds after which waiting for other workers fails, naming them.
         keep_own_weights: whether a worker that has loaded weights after this was made goes on with
             those, where the center has others by then; by default it takes the center's.
@@ -86,6 +88,7 @@ class DiLoCoOptimizer(_PseudoGradientOptimizer):
         overlap: bool = False,
         use_locking: bool = True,
         center: AnyCenter = None,
+        name: str | None = None,
         timeout: float | None = None,
         keep_own_weights: bool = False,
     ) -> None:
@@ -96,6 +99,7 @@ class DiLoCoOptimizer(_PseudoGradientOptimizer):
             {"period": period, "fragments": fragments, "delay": delay, "mixing": mixing},
             model=model,
             center=center,
+            name=name,
             use_locking=use_locking,
             synchronous=True,
             overlap=overlap,
@@ -131,6 +135,8 @@ class AsyncDiLoCoOptimizer(_PseudoGradientOptimizer):
         synchronous: whether all workers wait for each other before the first step.
         center: a center, or the directory of a shared one. By default that of the run the script
             was started in, else one of this worker's own.
+        name: tells this optimizer's center in a run from those of others in the same script; by
+            default the order in which they are made does.
         timeout: seconds after which waiting for other workers fails, naming them.
         keep_own_weights: whether a worker that has loaded weights after this was made goes on with
             those, where the center has others by then; by default it takes the center's.
@@ -152,6 +158,7 @@ class AsyncDiLoCoOptimizer(_PseudoGradientOptimizer):
         use_locking: bool = True,
         synchronous: bool = False,
         center: AnyCenter = None,
+        name: str | None = None,
         timeout: float | None = None,
         keep_own_weights: bool = False,
     ) -> None:
@@ -164,6 +171,7 @@ class AsyncDiLoCoOptimizer(_PseudoGradientOptimizer):
             settings,
             model=model,
             center=center,
+            name=name,
             use_locking=use_locking,
             synchronous=synchronous,
             overlap=overlap,
@@ -193,6 +201,8 @@ class SlowMoOptimizer(_PseudoGradientOptimizer):
         use_locking: must be True: slow momentum is state of the center.
         center: a center, the directory of a shared one, or a `torch.distributed` process group. By
             default that of the run the script was started in, else one of this worker's own.
+        name: tells this optimizer's center in a run from those of others in the same script; by
+            default the order in which they are made does.
         timeout: seconds after which waiting for other workers fails, naming them.
         keep_own_weights: whether a worker that has loaded weights after this was made goes on with
             those, where the center has others by then; by default it takes the center's.
@@ -210,6 +220,7 @@ class SlowMoOptimizer(_PseudoGradientOptimizer):
         overlap: bool = False,
         use_locking: bool = True,
         center: AnyCenter = None,
+        name: str | None = None,
         timeout: float | None = None,
         keep_own_weights: bool = False,
     ) -> None:
@@ -232,6 +243,7 @@ class SlowMoOptimizer(_PseudoGradientOptimizer):
             {"period": period, "fragments": fragments},
             model=model,
             center=center,
+            name=name,
             use_locking=use_locking,
             synchronous=True,
             overlap=overlap,

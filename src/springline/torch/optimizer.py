@@ -13,14 +13,16 @@ import torch
 from springline import run as runs
 from springline import worker_state
 from springline.center import Center, LocalCenter, SharedCenter
+from springline.center.collective import Collective
 from springline.checks import seconds
 from springline.progress import finish_all, finish_at_exit, note_optimizer
 from springline.rules.rule import Rule
+from springline.run_centers import note_center
 from springline.torch.binding import Binding, Mirror, allocator, to_numpy
 from springline.torch.naming import Group, Named, float_buffers, name_parameters
 from springline.torch.outer import first_state
 from springline.torch.reading import CenterReader
-from springline.torch.resolve import AnyCenter, resolve, warn_of_replicas
+from springline.torch.resolve import AnyCenter, check_not_wrapped, resolve, warn_of_replicas
 from springline.torch.several import Closure, Inner, State, parts
 from springline.worker import MakeCenter, Worker
 
@@ -48,6 +50,7 @@ class CenterOptimizer(CenterReader):
         use_locking: bool = True,
         overlap: bool = False,
         center: AnyCenter = None,
+        name: str | None = None,
         timeout: float | None = None,
         keep_own_weights: bool = False,
     ) -> None:
@@ -62,7 +65,8 @@ class CenterOptimizer(CenterReader):
             "overlap": overlap,
         }
         self._process = os.getpid()
-        self._attach(*resolve(center, runs.Run.from_environment()))
+        check_not_wrapped(name_parameters(self.param_groups, model))
+        self._attach(*resolve(center, runs.Run.from_environment(), name))
         self._write_extras()
         center = self.worker.center
         if isinstance(center, SharedCenter) and "TORCHELASTIC_RUN_ID" in os.environ:
@@ -88,6 +92,8 @@ class CenterOptimizer(CenterReader):
             allocate=allocator([*parameters.values(), *buffers.values()]),
             **self._options,
         )
+        if isinstance(center, Collective):
+            note_center(self.worker, center.directory)
         self.binding = Binding(self.worker, parameters, self._model)
         self._entries = {id(p): self.worker.layout.index[n] for n, p in parameters.items()}
         local = self.worker.local

@@ -39,6 +39,8 @@ class ElasticAverageOptimizer(CenterOptimizer):
         overlap: exchange in the background; the training loop waits for nobody.
         center: a center, the directory of a shared one, or a `torch.distributed` process group. By
             default that of the run the script was started in, else one of this worker's own.
+        name: tells this optimizer's center in a run from those of others in the same script; by
+            default the order in which they are made does.
         timeout: seconds after which waiting for other workers fails, naming them.
         keep_own_weights: whether a worker that has loaded weights after this was made goes on with
             those, where the center has others by then; by default it takes the center's.
@@ -62,6 +64,7 @@ class ElasticAverageOptimizer(CenterOptimizer):
         synchronous: bool = False,
         overlap: bool = False,
         center: AnyCenter = None,
+        name: str | None = None,
         timeout: float | None = None,
         keep_own_weights: bool = False,
     ) -> None:
@@ -79,6 +82,7 @@ class ElasticAverageOptimizer(CenterOptimizer):
             rule,
             model=model,
             center=center,
+            name=name,
             use_locking=use_locking,
             synchronous=synchronous,
             overlap=overlap,
@@ -137,6 +141,8 @@ class ModelAverageOptimizer(CenterOptimizer):
         overlap: meet in the background, until the next round is due.
         center: a center, the directory of a shared one, or a `torch.distributed` process group. By
             default that of the run the script was started in, else one of this worker's own.
+        name: tells this optimizer's center in a run from those of others in the same script; by
+            default the order in which they are made does.
         timeout: seconds after which waiting for other workers fails, naming them.
         keep_own_weights: whether a worker that has loaded weights after this was made goes on with
             those, where the center has others by then; by default it takes the center's.
@@ -152,6 +158,7 @@ class ModelAverageOptimizer(CenterOptimizer):
         use_locking: bool = True,
         overlap: bool = False,
         center: AnyCenter = None,
+        name: str | None = None,
         timeout: float | None = None,
         keep_own_weights: bool = False,
     ) -> None:
@@ -160,6 +167,7 @@ class ModelAverageOptimizer(CenterOptimizer):
             lambda workers, _: ModelAverage(period=period, workers=workers, fragments=fragments),
             model=model,
             center=center,
+            name=name,
             use_locking=use_locking,
             synchronous=True,
             overlap=overlap,
@@ -190,6 +198,8 @@ class AGNOptimizer(CenterOptimizer):
         overlap: exchange in the background; the training loop waits for nobody.
         center: a center, or the directory of a shared one. By default that of the run the script
             was started in, else one of this worker's own.
+        name: tells this optimizer's center in a run from those of others in the same script; by
+            default the order in which they are made does.
         timeout: seconds after which waiting for other workers fails, naming them.
         keep_own_weights: whether a worker that has loaded weights after this was made goes on with
             those, where the center has others by then; by default it takes the center's.
@@ -207,6 +217,7 @@ class AGNOptimizer(CenterOptimizer):
         synchronous: bool = False,
         overlap: bool = False,
         center: AnyCenter = None,
+        name: str | None = None,
         timeout: float | None = None,
         keep_own_weights: bool = False,
     ) -> None:
@@ -232,6 +243,7 @@ class AGNOptimizer(CenterOptimizer):
             rule,
             model=model,
             center=center,
+            name=name,
             use_locking=use_locking,
             synchronous=synchronous,
             overlap=overlap,
