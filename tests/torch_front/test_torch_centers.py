@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import distributed as dist
 from torch import nn
-from torch_training import INNERS, network, train, wrap
+from torch_training import INNERS, RULES, network, train, wrap
 
 from springline.center.checkpoint import describe
 from springline.center.segments import segments
@@ -54,6 +54,21 @@ def test_each_has_a_center_by_the_order_of_making(make):
             p.grad = torch.ones_like(p)
         opt.step()
         assert opt.worker.center.version == 1
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_takes_a_name(rule, run, monkeypatch):
+    monkeypatch.setenv("SPRINGLINE_WORKERS", "1")
+    monkeypatch.setenv("SPRINGLINE_RANK", "0")
+    models = [nn.Linear(2, 1) for _ in range(3)]
+    opts = [
+        wrap(rule, sgd(model), model=model, name=name)
+        for model, name in zip(models, (None, "critic", None), strict=True)
+    ]
+    assert [place(opt) for opt in opts] == ["center", "center-critic", "center-2"]
+    for opt in opts:
+        opt.finish()
+        opt.worker.center.retire()
 
 
 def test_each_has_a_center_by_its_name(make):

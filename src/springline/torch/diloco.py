@@ -224,14 +224,14 @@ class SlowMoOptimizer(_PseudoGradientOptimizer):
         timeout: float | None = None,
         keep_own_weights: bool = False,
     ) -> None:
-        for name, value, top in (
+        for key, value, top in (
             ("slow_rate", slow_rate, math.inf),
             ("slow_momentum", slow_momentum, 1.0),
         ):
             if not (is_number(value) and 0 <= value < top):
                 raise ValueError(
-                    f"`{name}` must be a number with 0 <= {name} < {top:g}. "
-                    f"Received: {name}={value!r}."
+                    f"`{key}` must be a number with 0 <= {key} < {top:g}. "
+                    f"Received: {key}={value!r}."
                 )
         # By fragment: the step of its last exchange, and of each group's learning rate since then
         # the sum, and of how many steps.
