@@ -92,11 +92,11 @@ def test_save_center_writes_what_is_evaluated(tmp_path):
 
 
 def test_accelerate_forwards_them():
-    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate import Accelerator
 
     model = network()
     opt = trained("elastic", model)
-    own, prepared = weights(model), AcceleratedOptimizer(opt)
+    own, prepared = weights(model), Accelerator(cpu=True).prepare_optimizer(opt)
     prepared.eval()
     same(weights(model), center(opt))
     prepared.train()
