@@ -53,6 +53,11 @@ def note_optimizer(optimizer: Any) -> None:
     _optimizers.add(optimizer)
 
 
+def unfinished() -> list[Any]:
+    """Return the optimizers of this process that have not finished."""
+    return [optimizer for optimizer in _optimizers if not optimizer.worker.finished]
+
+
 def start_step() -> int:
     """Return how many steps this rank had made before this process: 0 in a new run."""
     _count.asked = True

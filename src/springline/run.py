@@ -6,7 +6,7 @@
 
 Without any, a script is a run of one worker.
 
-    RUN/center/     the shared center
+    RUN/center/     the shared center; those of other optimizers: see `run_centers.py`
     RUN/token       that of a center on a cluster
     RUN/metrics/    one file of JSON lines per worker
     RUN/logs/       what the workers print
@@ -23,21 +23,18 @@ import json
 import logging
 import os
 import time
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from springline import checks
-from springline.center import Center, CenterError, Layout, RankError, SharedCenter
+from springline.center import CenterError, SharedCenter
 from springline.center.checkpoint import describe, newest
 from springline.center.shared import CHECKPOINT_NAME
 from springline.cluster_address import ClusterAddress
 from springline.errors import DamagedError
 from springline.files import can_do_without, write_text
 from springline.launch_state import LaunchState
-from springline.rules.rule import Rule
 
 REPORT, WARNINGS = "report.txt", "warnings"
 _TORCHS = {"RANK", "WORLD_SIZE", "MASTER_ADDR"}  # what a process group needs
@@ -160,8 +157,6 @@ _alone = {"stop": False}
 _seen: set[Path] = set()  # directories of runs
 _begun: set[Run] = set()  # runs in which this process has begun to count steps
 _totals: dict[Run, int] = {}  # what it has last reported of each
-# By process, directory of the center and rank.
-_workers: weakref.WeakValueDictionary[tuple[int, Path, int], Any] = weakref.WeakValueDictionary()
 
 
 def rank() -> int:
@@ -187,46 +182,6 @@ def stopping() -> bool:
 def directory() -> Path | None:
     """Return the run's directory; None for a script that runs alone."""
     return Run.from_environment().directory
-
-
-def note_center(worker: Any, center: object) -> None:
-    """Note that a worker of this process has a rank in a directory, if it was given one."""
-    if isinstance(center, str | Path):
-        _workers[os.getpid(), Path(center).absolute(), worker.rank] = worker
-
-
-def create_or_join(
-    directory: str | Path,
-    rank: int,
-    layout: Layout,
-    rule: Rule,
-    values: Mapping[str, Any],
-    use_locking: bool,
-    timeout: float | None,
-) -> Center:
-    """Open the center in a directory, made by the first worker; the run's may be elsewhere."""
-    checks.directory(directory)
-    run = Run.from_environment()
-    other = _workers.get((os.getpid(), Path(directory).absolute(), rank))
-    if other is not None and not other.member.left:
-        way = 'give this one `center=springline.directory() / "second"`, on all workers'
-        if run.cluster:
-            way = "a run on a cluster has one, so put all parameters into one optimizer"
-        raise RankError(
-            f"Rank {rank} is in use by another optimizer of this script, in {directory}. Each "
-            f"optimizer needs a center of its own: {way}."
-        )
-    if run.cluster and Path(directory) == run.center_directory:
-        return run.cluster.create_or_join(layout, rule, values, use_locking)
-    if run.cluster and run.directory in Path(directory).parents:
-        raise ValueError(
-            f"On a cluster {run.directory} is this worker's own: no other would meet it in a "
-            "center there. Leave `center` out; a run on a cluster has one center. Received: "
-            f"center={str(directory)!r}."
-        )
-    return SharedCenter.create_or_join(
-        directory, layout, rule, values, use_locking=use_locking, timeout=timeout
-    )
 
 
 class ToLauncher(logging.Handler):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from springline import checks, progress, run
+from springline import checks, progress, run_centers
 from springline.arrays import WorkerArrays
 from springline.background import Background
 from springline.center.center import Center, Local
@@ -107,7 +107,7 @@ class Worker(WorkerArrays):
         elif callable(center):
             center = center(self.layout, rule, values, timeout)
         elif not isinstance(center, Center):
-            center = run.create_or_join(
+            center = run_centers.create_or_join(
                 center, rank, self.layout, rule, values, use_locking, timeout
             )
         else:
@@ -143,7 +143,7 @@ class Worker(WorkerArrays):
         if overlap or rule.delay:
             self.background = Background(self, rule.delay)
         self._replicas = Replicas(center, rule, self.rank)
-        run.note_center(self, given)
+        run_centers.note_center(self, given)
         progress.note_worker(self)
 
     @property

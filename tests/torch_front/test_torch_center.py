@@ -68,22 +68,29 @@ def fail_with_center(opt):
         raise KeyError
 
 
-@pytest.mark.parametrize("call", ["step", "finish", "take_center"])
+@pytest.mark.parametrize("call", ["step", "take_center"])
 def test_no_training_with_the_centers_weights(call):
     opt = trained("average", network())
-    with opt.center_weights(), pytest.raises(RuntimeError, match="leave `center_weights` first"):
+    words = rf"`{call}` .*call `opt.train\(\)` or leave `center_weights` first"
+    with opt.center_weights(), pytest.raises(RuntimeError, match=words):
         getattr(opt, call)()
+    opt.eval()
+    with pytest.raises(RuntimeError, match=words):
+        getattr(opt, call)()
+    with pytest.raises(RuntimeError, match=r"`load_state_dict` .*first"):
+        opt.load_state_dict(opt.state_dict())
     opt.finish()
 
 
 def test_center_weights_within_center_weights():
-    opt = trained("average", network())
-    with (
-        opt.center_weights(),
-        pytest.raises(RuntimeError, match="leave `center_weights` first"),
-        opt.center_weights(),
-    ):
-        pass
+    model = network()
+    opt = trained("elastic", model)
+    own = weights(model)
+    with opt.center_weights():
+        with opt.center_weights():
+            same(weights(model), center(opt))
+        same(weights(model), center(opt))
+    same(weights(model), own)
     opt.step()
 
 

@@ -2,16 +2,13 @@
 
 import copy
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch import nn
-from torch_training import INNERS, RULES, network, train, wrap
+from torch_training import INNERS, OPTIMIZERS, RULES, network, train, wrap
 
-import springline
-from springline.center.checkpoint import describe
+import springline.torch
 from springline.torch import ElasticAverageOptimizer
 
 
@@ -145,48 +142,12 @@ def test_it_is_not_copied(copied):
     train(model, opt, range(3))
 
 
-def two_optimizers(second=None):
-    """A generator and a discriminator, each with its own optimizer."""
-    models = network(), nn.Linear(3, 1)
-    centers = None, second
-    return [
-        wrap("elastic", sgd(model), 1, model=model, center=center)
-        for model, center in zip(models, centers, strict=True)
-    ]
-
-
 @pytest.fixture
 def run(directory, monkeypatch):
     monkeypatch.setenv("SPRINGLINE_RUN", str(directory))
     monkeypatch.setenv("SPRINGLINE_WORKERS", "2")
     monkeypatch.setenv("SPRINGLINE_RANK", "1")
     return directory
-
-
-def leave(opt):
-    opt.worker.finished = True
-    opt.worker.member.leave()
-
-
-def test_two_optimizers_of_a_worker_need_two_centers(run):
-    words = r"Rank 1 is in use .*`center=springline\.directory\(\) / \"second\"`"
-    with pytest.raises(ValueError, match=words):
-        two_optimizers()
-    same = network()
-    with pytest.raises(ValueError, match=r"a center of its own"):
-        [wrap("elastic", sgd(same), model=same) for _ in range(2)]
-
-
-def test_two_optimizers_with_two_centers_train(run):
-    first, second = two_optimizers(springline.directory() / "second")
-    for opt in (first, second):
-        for p in opt.param_groups[0]["params"]:
-            p.grad = torch.ones_like(p)
-        opt.step()
-        assert opt.worker.center.version == 1
-        leave(opt)
-    assert first.worker.center.directory == run / "center"
-    assert second.worker.center.directory == run / "second"
 
 
 def test_an_optimizer_after_a_finished_one_may_have_its_center(run):
@@ -207,38 +168,18 @@ def test_on_a_cluster_a_script_has_one_center(run, monkeypatch):
     assert not run.exists()
 
 
-SCRIPT = """
-import os, springline, torch
-from springline.torch import ElasticAverageOptimizer, ModelAverageOptimizer
-
-models = torch.nn.Linear(4, 3), torch.nn.Linear(3, 1)
-inner = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-run = springline.directory()
-second, died = run / "second" if run else None, run / "died"
-generator = ElasticAverageOptimizer(inner[0], model=models[0], period=2)
-critic = ModelAverageOptimizer(inner[1], model=models[1], period=3, center=second)
-for step in springline.steps(6):
-    models[1](models[0](torch.ones(1, 4))).sum().backward()
-    generator.step()
-    critic.step()
-    if springline.rank() == 1 and step == 4 and not died.exists():
-        died.touch()
-        os.kill(os.getpid(), 9)
-generator.final()
-critic.final()
-"""
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_by_its_name(rule):
+    model = network()
+    opt = springline.torch.wrap(rule, sgd(model), model=model, period=2)
+    assert type(opt) is OPTIMIZERS[rule]
+    train(model, opt, range(3))
 
 
-def test_two_optimizers_in_a_real_run(directory, tmp_path):
-    """A worker is killed: rank 0, which has finished by then, must not keep it waiting."""
-    script = tmp_path / "gan.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "springline.cli", "run", "--workers", "2", "--no-live"]
-    done = subprocess.run(
-        [*command, "--run", directory, script], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert describe(directory / "center" / "checkpoint.safetensors").steps == [6, 6]
-    with springline.SharedCenter.open(directory / "second") as second:
-        assert [rank.steps for rank in second.progress()] == [6, 6]
-        second.retire()
+@pytest.mark.parametrize("rule", ["Elastic", "", None, 3])
+def test_an_unknown_rule_gets_the_names(rule):
+    names = '"elastic", "average", "agn", "diloco", "async_diloco", "slowmo"'
+    with pytest.raises(
+        ValueError, match=rf"`rule` must be one of {names}. Received: rule={rule!r}"
+    ):
+        springline.torch.wrap(rule, sgd(network()))

@@ -49,7 +49,7 @@ def test_it_is_one(rule):
 
 
 def test_anything_else_is_refused():
-    with pytest.raises(TypeError, match=r"must be a torch.optim.Optimizer.*Received: list"):
+    with pytest.raises(TypeError, match=r"must be a torch.optim.Optimizer.*Received: Parameter"):
         ElasticAverageOptimizer(list(network().parameters()))
     with pytest.raises(ValueError, match=r"`period` must be an integer >= 1.*=0"):
         wrap("average", sgd(network()), 0)

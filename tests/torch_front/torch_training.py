@@ -23,6 +23,30 @@ OPTIMIZERS = {
     "slowmo": SlowMoOptimizer,
 }
 RULES = sorted(OPTIMIZERS)
+
+
+class Lion(torch.optim.Optimizer):
+    """The sign of an interpolated momentum: an optimizer that torch does not have."""
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            (first, second), rate = group["betas"], group["lr"]
+            for p in (p for p in group["params"] if p.grad is not None):
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                p.mul_(1 - rate * group["weight_decay"])
+                p.sub_(rate * torch.sign(first * m + (1 - first) * p.grad))
+                m.mul_(second).add_(p.grad, alpha=1 - second)
+        return loss
+
+
 INNERS = {
     "sgd": lambda p, **k: torch.optim.SGD(p, **({"lr": 0.05} | k)),
     "momentum": lambda p, **k: torch.optim.SGD(p, **({"lr": 0.05, "momentum": 0.9} | k)),
@@ -37,6 +61,7 @@ INNERS = {
     "rmsprop": lambda p, **k: torch.optim.RMSprop(
         p, **({"lr": 0.01, "momentum": 0.5, "centered": True} | k)
     ),
+    "lion": lambda p, **k: Lion(p, **({"lr": 0.01} | k)),
 }
 
 

@@ -12,6 +12,7 @@ from springline.center import CenterError
 from springline.launch.directory import LaunchError, RunDirectory
 from springline.launch.guard import Guard
 from springline.launch.keeper import Keeper
+from springline.launch.others import OtherKeepers
 from springline.launch.process import Job, Task, WorkerProcess, cores, environment
 from springline.launch.request import ClusterRequest
 from springline.launch_state import LaunchState
@@ -62,8 +63,15 @@ class LocalBackend(Backend):
     """This machine: workers are processes, the center is in memory."""
 
     def __init__(
-        self, command: Sequence[str], directory: Path, workers: int, ps: int, keeper: Keeper
+        self,
+        command: Sequence[str],
+        directory: Path,
+        workers: int,
+        ps: int,
+        keeper: Keeper,
+        others: OtherKeepers,
     ) -> None:
+        self._others = others
         self._cluster = LocalCluster(ps, workers) if ps else None
         self._guard = guard = Guard()
 
@@ -80,6 +88,23 @@ class LocalBackend(Backend):
         self.rescue = (
             f"It is still in memory: `springline export {directory} PATH` writes it elsewhere."
         )
+
+    def begin(self) -> None:
+        """Begin to keep the centers: those that an earlier launch has left, too."""
+        super().begin()
+        self._others.look()
+
+    def tick(self) -> None:
+        """Find the centers that the script has made."""
+        self._others.look()
+
+    def finish(self, hurried: Callable[[], bool]) -> Path | None:
+        """Write all final centers, the run's own last."""
+        try:
+            self._others.finish()
+        finally:
+            own = super().finish(hurried)
+        return own
 
     def release(self) -> None:
         """Release the ports of a TensorFlow cluster."""
@@ -171,7 +196,8 @@ def choose_backend(
         workers = _number(claim, workers, max(2, cores()))
         keeper = Keeper(claim, say)
         command = [str(script), *arguments]
-        return LocalBackend(command, directory, workers, ps or 0, keeper), asked
+        others = OtherKeepers(claim, say)
+        return LocalBackend(command, directory, workers, ps or 0, keeper, others), asked
     asked.check(ps)
     connect(asked.address)
     from springline.launch.ray_backend import RayBackend, connect_with, room  # Ray is there

@@ -53,8 +53,7 @@ def find_holdings(directory: Path) -> list[Holding]:
             now = Segment(segment.path, owner, segment.nbytes, segment.mapped)
             held.setdefault(_run_of(owner), []).append(now)
         else:
-            was = segment.owner.parent if segment.owner and segment.owner.name == CENTER else None
-            gone.setdefault(was or segment.owner or segment.path, []).append(segment)
+            gone.setdefault(_was_of(segment), []).append(segment)
     if runs == [directory.absolute()]:
         return [Holding(runs[0], tuple(held[runs[0]]))]
     return [
@@ -114,6 +113,14 @@ def _centers(run: Path) -> list[Path]:
     with contextlib.suppress(OSError):
         return [d for d in (run, *run.iterdir()) if any((d / name).is_file() for name in names)]
     return []
+
+
+def _was_of(segment: Segment) -> Path:
+    """Return whose memory it was: a run's, a center's without a run, or unknown."""
+    owner = segment.owner
+    if owner and (owner.name == CENTER or owner.name.startswith(f"{CENTER}-")):
+        return owner.parent
+    return owner or segment.path
 
 
 def _run_of(center: Path) -> Path:

@@ -49,10 +49,12 @@ class Keeper:
     Args:
         claim: the run's directory.
         say: prints that a checkpoint failed, or files were lost.
+        name: the center's directory in it.
     """
 
-    def __init__(self, claim: RunDirectory, say: Callable[[str], None]) -> None:
+    def __init__(self, claim: RunDirectory, say: Callable[[str], None], name: str = CENTER) -> None:
         self._claim = claim
+        self.name = name
         self.saved = _modified(self._checkpoint)  # when, in seconds since the epoch
         self.version: int | None = None  # of the final center
         self._center: Kept | None = None
@@ -98,7 +100,7 @@ class Keeper:
             self.version = center.version
             try:
                 self._mend(center)
-                final = self._write(with_extras(self._directory / CENTER, center.values()))
+                final = self._write(with_extras(self._directory / self.name, center.values()))
                 self._retire(center)
             except (CenterError, OSError) as error:
                 if isinstance(error, LostError) or not self._damage:
@@ -110,13 +112,13 @@ class Keeper:
                 raise LostError(
                     f"The center, version {center.version}, is in {final}. Not in it is what the "
                     f"model has beside the center (tied names, frozen and integer tensors), if "
-                    f"anything: that was in {self._directory / CENTER}."
+                    f"anything: that was in {self._directory / self.name}."
                 )
         return final
 
     def _left(self) -> Path | None:
         """Return what is left where there is no center any more."""
-        final, saved = self._directory / FINAL, newest(self._checkpoint)
+        final, saved = self._directory / f"{self.name}.safetensors", newest(self._checkpoint)
         made = _modified(self._layout)
         if made == self._made:  # in an earlier launch, if at all
             left = final if final.exists() else saved
@@ -124,7 +126,7 @@ class Keeper:
                 self._say("No worker has joined the center in this launch: it is as it was.")
             return left
         if made and saved and saved.stat().st_mtime >= made:  # the script has retired it
-            return self._write(with_extras(self._directory / CENTER, read_center(saved)))
+            return self._write(with_extras(self._directory / self.name, read_center(saved)))
         raise LostError(
             f"The center was lost during the run, before the launcher had opened it. "
             f"{self._describe_left()}"
@@ -145,7 +147,7 @@ class Keeper:
         """Put back what a center's directory has lost, and report it once."""
         if not isinstance(center, SharedCenter):
             return
-        center.move(self._directory / CENTER)
+        center.move(self._directory / self.name)
         bare = not center.directory.exists()
         try:
             lost = center.put_back()
@@ -160,7 +162,7 @@ class Keeper:
         self._damage, self._bare = self._damage or lost or "", self._bare or bare
 
     def _write(self, tensors: Mapping[str, NDArray[Any]]) -> Path:
-        final = self._directory / FINAL
+        final = self._directory / f"{self.name}.safetensors"
         write_tensors(final, tensors)
         return final
 
@@ -170,16 +172,16 @@ class Keeper:
 
     @property
     def _layout(self) -> Path:
-        return self._directory / CENTER / LAYOUT_NAME
+        return self._directory / self.name / LAYOUT_NAME
 
     @property
     def _checkpoint(self) -> Path:
-        return self._directory / CENTER / CHECKPOINT_NAME
+        return self._directory / self.name / CHECKPOINT_NAME
 
     def _open(self) -> Kept | None:
         """Open the center; None if there is none."""
         try:
-            center = SharedCenter.open(self._directory / CENTER, timeout=PATIENCE)
+            center = SharedCenter.open(self._directory / self.name, timeout=PATIENCE)
         except (CenterError, OSError):  # not made yet, or freed this very moment
             return None
         try:

@@ -9,6 +9,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from springline.center.collective import Collective
+from springline.torch.by_name import wrap
 from springline.torch.diloco import AsyncDiLoCoOptimizer, DiLoCoOptimizer, SlowMoOptimizer
 from springline.torch.optimizers import (
     AGNOptimizer,
@@ -24,4 +25,5 @@ __all__ = [
     "ElasticAverageOptimizer",
     "ModelAverageOptimizer",
     "SlowMoOptimizer",
+    "wrap",
 ]

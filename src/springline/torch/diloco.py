@@ -17,7 +17,7 @@ from springline.torch.naming import Named
 from springline.torch.optimizer import CenterOptimizer
 from springline.torch.outer import MakeOptimizer, outer_of
 from springline.torch.resolve import AnyCenter
-from springline.torch.wrapper import State
+from springline.torch.several import Inner, State
 
 
 class _PseudoGradientOptimizer(CenterOptimizer):
@@ -25,7 +25,7 @@ class _PseudoGradientOptimizer(CenterOptimizer):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Inner,
         kind: type[PseudoGradient],
         outer: Outer | MakeOptimizer | None,
         settings: dict[str, Any],
@@ -46,7 +46,7 @@ class DiLoCoOptimizer(_PseudoGradientOptimizer):
     ```
 
     Args:
-        optimizer: any torch optimizer, made with the model's parameters.
+        optimizer: any torch optimizer, made with the model's parameters; or a list of them.
         model: the model; gives parameters their names, and lets its floating-point buffers travel
             with the center.
         period: τ, local steps between two rounds of the whole model: a number, one of
@@ -63,6 +63,8 @@ class DiLoCoOptimizer(_PseudoGradientOptimizer):
         use_locking: whether a shard is reduced under its lock; False only without outer state.
         center: a center, the directory of a shared one, or a `torch.distributed` process group. By
             default that of the run the script was started in, else one of this worker's own.
+        name: tells this optimizer's center in a run from those of others in the same script; by
+            default the order in which they are made does.
         timeout: seconds after which waiting for other workers fails, naming them.
         keep_own_weights: whether a worker that has loaded weights after this was made goes on with
             those, where the center has others by then; by default it takes the center's.
@@ -75,7 +77,7 @@ class DiLoCoOptimizer(_PseudoGradientOptimizer):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Inner,
         *,
         model: torch.nn.Module | None = None,
         period: Period = 10,
@@ -86,6 +88,7 @@ class DiLoCoOptimizer(_PseudoGradientOptimizer):
         overlap: bool = False,
         use_locking: bool = True,
         center: AnyCenter = None,
+        name: str | None = None,
         timeout: float | None = None,
         keep_own_weights: bool = False,
     ) -> None:
@@ -96,6 +99,7 @@ class DiLoCoOptimizer(_PseudoGradientOptimizer):
             {"period": period, "fragments": fragments, "delay": delay, "mixing": mixing},
             model=model,
             center=center,
+            name=name,
             use_locking=use_locking,
             synchronous=True,
             overlap=overlap,
@@ -108,7 +112,7 @@ class AsyncDiLoCoOptimizer(_PseudoGradientOptimizer):
     """Asynchronous DiLoCo: every worker's Δ is a step of its own, and nobody waits.
 
     Args:
-        optimizer: any torch optimizer, made with the model's parameters.
+        optimizer: any torch optimizer, made with the model's parameters; or a list of them.
         model: the model; gives parameters their names, and lets its floating-point buffers travel
             with the center.
         period: τ, local steps between two exchanges of the whole model: a number, one of
@@ -131,6 +135,8 @@ class AsyncDiLoCoOptimizer(_PseudoGradientOptimizer):
         synchronous: whether all workers wait for each other before the first step.
         center: a center, or the directory of a shared one. By default that of the run the script
             was started in, else one of this worker's own.
+        name: tells this optimizer's center in a run from those of others in the same script; by
+            default the order in which they are made does.
         timeout: seconds after which waiting for other workers fails, naming them.
         keep_own_weights: whether a worker that has loaded weights after this was made goes on with
             those, where the center has others by then; by default it takes the center's.
@@ -138,7 +144,7 @@ class AsyncDiLoCoOptimizer(_PseudoGradientOptimizer):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Inner,
         *,
         model: torch.nn.Module | None = None,
         period: Period = 10,
@@ -152,6 +158,7 @@ class AsyncDiLoCoOptimizer(_PseudoGradientOptimizer):
         use_locking: bool = True,
         synchronous: bool = False,
         center: AnyCenter = None,
+        name: str | None = None,
         timeout: float | None = None,
         keep_own_weights: bool = False,
     ) -> None:
@@ -164,6 +171,7 @@ class AsyncDiLoCoOptimizer(_PseudoGradientOptimizer):
             settings,
             model=model,
             center=center,
+            name=name,
             use_locking=use_locking,
             synchronous=synchronous,
             overlap=overlap,
@@ -181,7 +189,7 @@ class SlowMoOptimizer(_PseudoGradientOptimizer):
     η is the inner optimizer's mean learning rate since the last round.
 
     Args:
-        optimizer: any torch optimizer, made with the model's parameters.
+        optimizer: any torch optimizer, made with the model's parameters; or a list of them.
         model: the model; gives parameters their names, and lets its floating-point buffers travel
             with the center.
         period: τ, local steps between two rounds of the whole model: a number, one of
@@ -193,6 +201,8 @@ class SlowMoOptimizer(_PseudoGradientOptimizer):
         use_locking: must be True: slow momentum is state of the center.
         center: a center, the directory of a shared one, or a `torch.distributed` process group. By
             default that of the run the script was started in, else one of this worker's own.
+        name: tells this optimizer's center in a run from those of others in the same script; by
+            default the order in which they are made does.
         timeout: seconds after which waiting for other workers fails, naming them.
         keep_own_weights: whether a worker that has loaded weights after this was made goes on with
             those, where the center has others by then; by default it takes the center's.
@@ -200,7 +210,7 @@ class SlowMoOptimizer(_PseudoGradientOptimizer):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Inner,
         *,
         model: torch.nn.Module | None = None,
         period: Period = 10,
@@ -210,17 +220,18 @@ class SlowMoOptimizer(_PseudoGradientOptimizer):
         overlap: bool = False,
         use_locking: bool = True,
         center: AnyCenter = None,
+        name: str | None = None,
         timeout: float | None = None,
         keep_own_weights: bool = False,
     ) -> None:
-        for name, value, top in (
+        for key, value, top in (
             ("slow_rate", slow_rate, math.inf),
             ("slow_momentum", slow_momentum, 1.0),
         ):
             if not (is_number(value) and 0 <= value < top):
                 raise ValueError(
-                    f"`{name}` must be a number with 0 <= {name} < {top:g}. "
-                    f"Received: {name}={value!r}."
+                    f"`{key}` must be a number with 0 <= {key} < {top:g}. "
+                    f"Received: {key}={value!r}."
                 )
         # By fragment: the step of its last exchange, and of each group's learning rate since then
         # the sum, and of how many steps.
@@ -232,6 +243,7 @@ class SlowMoOptimizer(_PseudoGradientOptimizer):
             {"period": period, "fragments": fragments},
             model=model,
             center=center,
+            name=name,
             use_locking=use_locking,
             synchronous=True,
             overlap=overlap,

@@ -13,15 +13,17 @@ import torch
 from springline import run as runs
 from springline import worker_state
 from springline.center import Center, LocalCenter, SharedCenter
+from springline.center.collective import Collective
 from springline.checks import seconds
 from springline.progress import finish_all, finish_at_exit, note_optimizer
 from springline.rules.rule import Rule
+from springline.run_centers import note_center
 from springline.torch.binding import Binding, Mirror, allocator, to_numpy
 from springline.torch.naming import Group, Named, float_buffers, name_parameters
 from springline.torch.outer import first_state
 from springline.torch.reading import CenterReader
-from springline.torch.resolve import AnyCenter, resolve, warn_of_replicas
-from springline.torch.wrapper import Closure, State
+from springline.torch.resolve import AnyCenter, check_not_wrapped, resolve, warn_of_replicas
+from springline.torch.several import Closure, Inner, State, parts
 from springline.worker import MakeCenter, Worker
 
 _log = logging.getLogger("springline")
@@ -40,7 +42,7 @@ class CenterOptimizer(CenterReader):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Inner,
         make_rule: MakeRule,
         *,
         synchronous: bool,
@@ -48,6 +50,7 @@ class CenterOptimizer(CenterReader):
         use_locking: bool = True,
         overlap: bool = False,
         center: AnyCenter = None,
+        name: str | None = None,
         timeout: float | None = None,
         keep_own_weights: bool = False,
     ) -> None:
@@ -62,7 +65,8 @@ class CenterOptimizer(CenterReader):
             "overlap": overlap,
         }
         self._process = os.getpid()
-        self._attach(*resolve(center, runs.Run.from_environment()))
+        check_not_wrapped(name_parameters(self.param_groups, model))
+        self._attach(*resolve(center, runs.Run.from_environment(), name))
         self._write_extras()
         center = self.worker.center
         if isinstance(center, SharedCenter) and "TORCHELASTIC_RUN_ID" in os.environ:
@@ -88,6 +92,8 @@ class CenterOptimizer(CenterReader):
             allocate=allocator([*parameters.values(), *buffers.values()]),
             **self._options,
         )
+        if isinstance(center, Collective):
+            note_center(self.worker, center.directory)
         self.binding = Binding(self.worker, parameters, self._model)
         self._entries = {id(p): self.worker.layout.index[n] for n, p in parameters.items()}
         local = self.worker.local
@@ -97,7 +103,7 @@ class CenterOptimizer(CenterReader):
         self.worker.note_start()  # again: half precision rounds
 
     def _step(self, closure: Closure | None) -> float | None:
-        self._check_not_swapped()
+        self._check_training("step")
         background = self.worker.background
         if background:
             background.settle()
@@ -175,22 +181,29 @@ class CenterOptimizer(CenterReader):
         `x ← c`, and nothing is left of the inner optimizer's state and of what has not been
         exchanged.
         """
-        self._check_not_swapped()
+        self._check_training("take_center")
         self.worker.take_center()
-        self.inner.state.clear()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if first := first_state(self.inner, p):
-                    self.inner.state[p] = first
+        for optimizer in parts(self.inner):
+            optimizer.state.clear()
+            for p in (p for group in optimizer.param_groups for p in group["params"]):
+                if first := first_state(optimizer, p):
+                    optimizer.state[p] = first
 
     def finish(self) -> None:
-        """Exchange what the last period left over, and leave the center."""
+        """Exchange what the last period left over, and leave the center.
+
+        After `eval` the model then holds the center as it is by now.
+        """
         if self.worker.finished:
             return
-        self._check_not_swapped()
+        shown = self._own is not None
+        if shown:
+            self.train()
         atexit.unregister(self._at_exit)
         self.worker.finish()
         self._write_extras()
+        if shown:
+            self.eval()
 
     def final(self, timeout: float | None = None) -> bool:
         """Finish, wait for all other workers, and return whether this one is to report.
@@ -212,7 +225,7 @@ class CenterOptimizer(CenterReader):
         finish_at_exit(self.finish, self._process)
 
     def _add(self, group: Group) -> None:
-        self._check_not_swapped()
+        self._check_training("add_param_group")
         self.wait()
         self.inner.add_param_group(group)
         try:
@@ -245,9 +258,14 @@ class CenterOptimizer(CenterReader):
         self.worker.begun = old.begun
 
     def _save(self) -> State:
-        return self.inner.state_dict() | {"springline": self._worker_state()}
+        ours = self._worker_state()
+        if self._own is not None:  # what the model saves is the center
+            views = self.worker.layout.views(self._own)
+            ours["own"] = {name: torch.from_numpy(v.copy()) for name, v in views.items()}
+        return self.inner.state_dict() | {"springline": ours}
 
     def _load(self, state: State) -> None:
+        self._check_training("load_state_dict")
         ours = state.pop("springline", None)
         if ours is not None:
             worker_state.check(self.worker, ours)
@@ -259,6 +277,10 @@ class CenterOptimizer(CenterReader):
         self.inner.load_state_dict(state)
         if ours is not None:
             self._load_worker_state(ours)
+            if "own" in ours:
+                own = self.worker.layout.allocate()
+                self.worker.layout.write(own, ours["own"])
+                self._show(own)
 
     def _worker_state(self) -> State:
         self.wait()

@@ -15,14 +15,14 @@ from springline.torch.naming import Named
 from springline.torch.optimizer import CenterOptimizer
 from springline.torch.outer import MakeOptimizer, TorchOuter, outer_of
 from springline.torch.resolve import AnyCenter
-from springline.torch.wrapper import State
+from springline.torch.several import Inner, State, parts
 
 
 class ElasticAverageOptimizer(CenterOptimizer):
     """Elastic averaging: every few steps worker and center are pulled towards each other.
 
     Args:
-        optimizer: any torch optimizer, made with the model's parameters.
+        optimizer: any torch optimizer, made with the model's parameters; or a list of them.
         model: the model; gives parameters their names, and lets its floating-point buffers travel
             with the center.
         period: τ, local steps between two exchanges of the whole model: a number, one of
@@ -39,6 +39,8 @@ class ElasticAverageOptimizer(CenterOptimizer):
         overlap: exchange in the background; the training loop waits for nobody.
         center: a center, the directory of a shared one, or a `torch.distributed` process group. By
             default that of the run the script was started in, else one of this worker's own.
+        name: tells this optimizer's center in a run from those of others in the same script; by
+            default the order in which they are made does.
         timeout: seconds after which waiting for other workers fails, naming them.
         keep_own_weights: whether a worker that has loaded weights after this was made goes on with
             those, where the center has others by then; by default it takes the center's.
@@ -51,7 +53,7 @@ class ElasticAverageOptimizer(CenterOptimizer):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Inner,
         *,
         model: torch.nn.Module | None = None,
         period: Period = 10,
@@ -62,6 +64,7 @@ class ElasticAverageOptimizer(CenterOptimizer):
         synchronous: bool = False,
         overlap: bool = False,
         center: AnyCenter = None,
+        name: str | None = None,
         timeout: float | None = None,
         keep_own_weights: bool = False,
     ) -> None:
@@ -79,6 +82,7 @@ class ElasticAverageOptimizer(CenterOptimizer):
             rule,
             model=model,
             center=center,
+            name=name,
             use_locking=use_locking,
             synchronous=synchronous,
             overlap=overlap,
@@ -126,7 +130,7 @@ class ModelAverageOptimizer(CenterOptimizer):
     """Model averaging: every few steps all workers meet and go on from their mean.
 
     Args:
-        optimizer: any torch optimizer, made with the model's parameters.
+        optimizer: any torch optimizer, made with the model's parameters; or a list of them.
         model: the model; gives parameters their names, and lets its floating-point buffers travel
             with the center.
         period: τ, local steps between two rounds of the whole model: a number, one of
@@ -137,6 +141,8 @@ class ModelAverageOptimizer(CenterOptimizer):
         overlap: meet in the background, until the next round is due.
         center: a center, the directory of a shared one, or a `torch.distributed` process group. By
             default that of the run the script was started in, else one of this worker's own.
+        name: tells this optimizer's center in a run from those of others in the same script; by
+            default the order in which they are made does.
         timeout: seconds after which waiting for other workers fails, naming them.
         keep_own_weights: whether a worker that has loaded weights after this was made goes on with
             those, where the center has others by then; by default it takes the center's.
@@ -144,7 +150,7 @@ class ModelAverageOptimizer(CenterOptimizer):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Inner,
         *,
         model: torch.nn.Module | None = None,
         period: Period = 10,
@@ -152,6 +158,7 @@ class ModelAverageOptimizer(CenterOptimizer):
         use_locking: bool = True,
         overlap: bool = False,
         center: AnyCenter = None,
+        name: str | None = None,
         timeout: float | None = None,
         keep_own_weights: bool = False,
     ) -> None:
@@ -160,6 +167,7 @@ class ModelAverageOptimizer(CenterOptimizer):
             lambda workers, _: ModelAverage(period=period, workers=workers, fragments=fragments),
             model=model,
             center=center,
+            name=name,
             use_locking=use_locking,
             synchronous=True,
             overlap=overlap,
@@ -175,7 +183,7 @@ class AGNOptimizer(CenterOptimizer):
     learning rates. Its state is in the center.
 
     Args:
-        optimizer: any torch optimizer, made with the model's parameters.
+        optimizer: any torch optimizer, made with the model's parameters; or a list of them.
         model: the model; gives parameters their names, and lets its floating-point buffers travel
             with the center.
         period: τ, local steps between two exchanges of the whole model: a number, one of
@@ -190,6 +198,8 @@ class AGNOptimizer(CenterOptimizer):
         overlap: exchange in the background; the training loop waits for nobody.
         center: a center, or the directory of a shared one. By default that of the run the script
             was started in, else one of this worker's own.
+        name: tells this optimizer's center in a run from those of others in the same script; by
+            default the order in which they are made does.
         timeout: seconds after which waiting for other workers fails, naming them.
         keep_own_weights: whether a worker that has loaded weights after this was made goes on with
             those, where the center has others by then; by default it takes the center's.
@@ -197,7 +207,7 @@ class AGNOptimizer(CenterOptimizer):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Inner,
         *,
         model: torch.nn.Module | None = None,
         period: Period = 10,
@@ -207,14 +217,14 @@ class AGNOptimizer(CenterOptimizer):
         synchronous: bool = False,
         overlap: bool = False,
         center: AnyCenter = None,
+        name: str | None = None,
         timeout: float | None = None,
         keep_own_weights: bool = False,
     ) -> None:
         self._fixed_rate = outer is not None
 
         def rule(workers: int, named: list[Named]) -> Rule:
-            twin = TorchOuter(optimizer, {n.name: n.group for n in named})
-            made = twin if outer is None else outer_of(outer, named)
+            made = self._twin(named) if outer is None else outer_of(outer, named)
             return AGN(
                 period=period,
                 workers=workers,
@@ -233,12 +243,22 @@ class AGNOptimizer(CenterOptimizer):
             rule,
             model=model,
             center=center,
+            name=name,
             use_locking=use_locking,
             synchronous=synchronous,
             overlap=overlap,
             timeout=timeout,
             keep_own_weights=keep_own_weights,
         )
+
+    def _twin(self, named: list[Named]) -> Outer:
+        kinds = [type(optimizer).__name__ for optimizer in parts(self.inner)]
+        if len(kinds) > 1:
+            raise ValueError(
+                f"The center's optimizer cannot be like several ({', '.join(kinds)}). Pass "
+                "`outer=`, one for all parameters, as `outer=springline.outer.Adam(1e-3)`."
+            )
+        return TorchOuter(self.inner, {n.name: n.group for n in named})
 
     def _observe(self) -> None:
         """`a ← a + g`, in one call where the same parameters have a gradient as the step before."""

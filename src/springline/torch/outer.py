@@ -130,6 +130,8 @@ class TorchOuter(Outer):
         p = torch.nn.Parameter(torch.zeros(shape))
         optimizer = self._make(name, p)
         p.grad = self._gradient(torch.zeros(shape))
+        group = optimizer.param_groups[0]
+        before = {key: str(value) for key, value in group.items() if key != "params"}
         try:
             optimizer.step()
         except Exception as error:
@@ -137,6 +139,12 @@ class TorchOuter(Outer):
                 f"{self.kind} cannot be an outer optimizer, which takes one step at a time on "
                 f"one parameter at a time: {error}. Use another optimizer, or another rule."
             ) from error
+        after = {key: str(value) for key, value in group.items() if key != "params"}
+        if moved := [key for key, value in after.items() if before.get(key) != value]:
+            raise ValueError(
+                f"{self.kind} keeps {moved[0]!r} in its groups, not in its state, and a center "
+                "cannot hold that. Pass another optimizer as `outer=`, or use another rule."
+            )
         state = dict(optimizer.state[p])
         self._numbers[name] = {k: type(v) for k, v in state.items() if isinstance(v, int | float)}
         return state

@@ -20,6 +20,7 @@ from springline.files import can_do_without
 from springline.progress import is_over
 from springline.torch.binding import Binding, to_numpy
 from springline.torch.naming import beside_center, under_all_names
+from springline.torch.several import parts
 from springline.torch.wrapper import Wrapper
 from springline.worker import Worker
 
@@ -33,41 +34,74 @@ class CenterReader(Wrapper):
     binding: Binding
     _model: torch.nn.Module | None
     _owns_center: bool
-    _swapped = False  # whether the model holds the center
+    _own: Bytes | None = None  # the worker's own weights, while the model holds the center
     _warned = False  # that the center lacks steps of ours
 
     @abstractmethod
     def wait(self) -> None:
         """Wait for an exchange in the background and fold it in."""
 
+    def eval(self) -> None:
+        """Put the center into the model, to evaluate it, until `train`.
+
+        It is the center that is evaluated, whatever the inner optimizer evaluates: an inner one
+        that has an `eval` of its own (schedule-free) is called first, and the center replaces what
+        it has put there.
+        """
+        if self._own is not None:
+            return
+        self._bring_up_to_date()
+        self._call_inner("eval")
+        self.binding.gather()
+        self._own = self.worker.local.x.copy()
+        try:
+            self._show(self._read_center(self.worker.layout.allocate()))
+        except BaseException:
+            self.train()
+            raise
+
+    def train(self) -> None:
+        """Put the worker's own weights back into the model, and go on training."""
+        if self._own is not None:
+            self._show(self._own)
+            self._own = None
+        self._call_inner("train")
+
     @contextlib.contextmanager
     def center_weights(self) -> Iterator[None]:
-        """Put the center into the model, to evaluate it, and take it out again."""
-        self._check_not_swapped()
-        self._bring_up_to_date()
-        self.binding.gather()
-        own = self.worker.local.x.copy()
-        self._swapped = True
+        """Put the center into the model, to evaluate it, and take it out again: `eval`, `train`."""
+        was_there = self._own is not None
+        self.eval()
         try:
-            self._read_center(self.worker.local.x)
-            self.binding.scatter()
             yield
         finally:
-            self.worker.local.x[:] = own
-            self.binding.scatter()
-            self._swapped = False
+            if not was_there:
+                self.train()
+
+    def _show(self, values: Bytes) -> None:
+        self.worker.local.x[:] = values
+        self.binding.scatter()
+
+    def _call_inner(self, name: str) -> None:
+        for optimizer in parts(self.inner):
+            method = getattr(optimizer, name, None)
+            if callable(method):
+                method()
 
     def save_center(self, path: str | Path) -> None:
         """Write the center as safetensors that `model.load_state_dict(load_file(path))` takes.
 
-        What is not in the center (frozen parameters, integer buffers) is the model's own.
+        What is not in the center (frozen parameters, integer buffers) is the model's own. After
+        `eval` it is the center that the model holds.
         """
         from safetensors.torch import save
 
-        self._check_not_swapped()
-        self._bring_up_to_date()
-        self.binding.gather()
-        center = self._read_center(self.worker.layout.allocate())
+        if self._own is not None:
+            center = self.worker.local.x.copy()
+        else:
+            self._bring_up_to_date()
+            self.binding.gather()
+            center = self._read_center(self.worker.layout.allocate())
         values = {n: torch.from_numpy(v) for n, v in self.worker.layout.views(center).items()}
         if self._model is not None:
             values = under_all_names(values, self.binding.tensors(), self._model)
@@ -99,9 +133,12 @@ class CenterReader(Wrapper):
                 worker.unexchanged,
             )
 
-    def _check_not_swapped(self) -> None:
-        if self._swapped:
-            raise RuntimeError("The model holds the center: leave `center_weights` first.")
+    def _check_training(self, what: str) -> None:
+        if self._own is not None:
+            raise RuntimeError(
+                f"The model holds the center, and `{what}` is for the worker's own weights: call "
+                "`opt.train()` or leave `center_weights` first."
+            )
 
     @can_do_without("What the model's file has beside the center")
     def _write_extras(self) -> None:

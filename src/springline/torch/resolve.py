@@ -15,25 +15,33 @@ from torch.nn.parallel import DistributedDataParallel
 
 from springline.center import Center
 from springline.center.collective import Collective
+from springline.progress import unfinished
 from springline.run import Run
+from springline.run_centers import center_of, check_name
+from springline.torch.naming import Named
 from springline.worker import MakeCenter
 
 _log = logging.getLogger("springline")
 AnyCenter = Center | MakeCenter | dist.ProcessGroup | str | Path | None
 
 
-def resolve(center: AnyCenter, run: Run) -> tuple[Run, Center | MakeCenter | str | Path | None]:
+def resolve(
+    center: AnyCenter, run: Run, name: str | None = None
+) -> tuple[Run, Center | MakeCenter | str | Path | None]:
     """Return this worker's rank in its run or its process group, and the center.
 
     Args:
         center: what the user gave. By default the run's; under `torchrun` over several machines
             the process group of all ranks, if there is one.
         run: found in the environment.
+        name: the optimizer's, which chooses among the run's centers.
     """
+    check_name(name, None if isinstance(center, dist.ProcessGroup) else center)
     if center is None and _across_machines() and dist.is_initialized():
         center = dist.group.WORLD
     if isinstance(center, dist.ProcessGroup):
-        center = Collective(center, run.center_directory)
+        run = replace(run, rank=center.rank(), workers=center.size())
+        center = Collective(center, center_of(run, name))
         if center.directory is None and center.group.rank() == 0:
             _log.warning(
                 "No checkpoints are kept, from which a restarted group could go on. Set "
@@ -48,7 +56,18 @@ def resolve(center: AnyCenter, run: Run) -> tuple[Run, Center | MakeCenter | str
             "share, or pass `center=`; on several machines under `torchrun`, call "
             "`torch.distributed.init_process_group()` before the optimizer is made."
         )
-    return run, run.center_directory if center is None else center
+    return run, center_of(run, name) if center is None else center
+
+
+def check_not_wrapped(named: Iterable[Named]) -> None:
+    """Refuse parameters that another optimizer of this script exchanges."""
+    theirs = {id(p) for other in unfinished() for p in other.binding.parameters.values()}
+    for n in named:
+        if id(n.parameter) in theirs:
+            raise ValueError(
+                f"Parameter {n.name!r} is in another wrapped optimizer of this script, which is "
+                "not finished. Each parameter needs a center of its own: wrap it once."
+            )
 
 
 def warn_of_replicas(parameters: Iterable[Tensor]) -> None:

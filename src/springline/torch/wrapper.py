@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, overload
 
 import torch
 
 from springline.torch.naming import Group
-
-Closure = Callable[[], float]
-State = dict[str, Any]
+from springline.torch.several import Closure, Inner, Several, State
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -22,20 +20,23 @@ class Wrapper(torch.optim.Optimizer):
 
     _wraps = False  # what torch's constructor sets and adds is not for us
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(
-                "The first argument must be a torch.optim.Optimizer, made with the model's "
-                f"parameters. Received: {type(optimizer).__name__}."
-            )
-        if isinstance(optimizer, Wrapper):
-            raise TypeError(
-                f"This {type(optimizer).__name__} is wrapped already, and exchanges with its "
-                "center. Give the torch optimizer inside it, `.inner`, or use it as it is."
-            )
-        self.inner = optimizer
+    def __init__(self, optimizer: Inner) -> None:
+        given = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+        for one in given:
+            _check(one)
+        if not given:
+            raise ValueError("The list of optimizers is empty. Give at least one.")
+        self.inner = given[0] if len(given) == 1 else Several(given)
         super().__init__([torch.nn.Parameter(torch.empty(0))], {})
         self._wraps = True
+
+    def __getattr__(self, name: str) -> Any:
+        """Look for what we do not have in the inner optimizer; private names are not forwarded."""
+        if hasattr(type(self), name):  # a property of ours has failed: that is its error
+            return object.__getattribute__(self, name)
+        if not name.startswith("_") and "inner" in self.__dict__ and hasattr(self.inner, name):
+            return getattr(self.inner, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @abstractmethod
     def _step(self, closure: Closure | None) -> float | None:
@@ -145,3 +146,16 @@ class Wrapper(torch.optim.Optimizer):
         self._load(state)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+
+def _check(optimizer: object) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            "The first argument must be a torch.optim.Optimizer, made with the model's parameters, "
+            f"or a list of them. Received: {type(optimizer).__name__}."
+        )
+    if isinstance(optimizer, Wrapper):
+        raise TypeError(
+            f"This {type(optimizer).__name__} is wrapped already, and exchanges with its center. "
+            "Give the torch optimizer inside it, `.inner`, or use it as it is."
+        )
