@@ -6,6 +6,7 @@ shared center that pulls it back like a mooring line.
 
 from springline import outer, schedule
 from springline.center import LocalCenter, SharedCenter
+from springline.data import epochs
 from springline.errors import (
     CenterError,
     CheckpointError,
@@ -47,6 +48,7 @@ __all__ = [
     "TokenError",
     "Worker",
     "directory",
+    "epochs",
     "log",
     "outer",
     "rank",

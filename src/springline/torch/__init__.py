@@ -15,6 +15,7 @@ from springline.torch.optimizers import (
     ElasticAverageOptimizer,
     ModelAverageOptimizer,
 )
+from springline.torch.sampler import ResumableSampler
 
 __all__ = [
     "AGNOptimizer",
@@ -23,5 +24,6 @@ __all__ = [
     "DiLoCoOptimizer",
     "ElasticAverageOptimizer",
     "ModelAverageOptimizer",
+    "ResumableSampler",
     "SlowMoOptimizer",
 ]

@@ -14,7 +14,7 @@ from springline import run as runs
 from springline import worker_state
 from springline.center import Center, LocalCenter, SharedCenter
 from springline.checks import seconds
-from springline.progress import finish_all, finish_at_exit, note_optimizer
+from springline.progress import finish_all, finish_at_exit, note_loaded, note_optimizer
 from springline.rules.rule import Rule
 from springline.torch.binding import Binding, Mirror, allocator, to_numpy
 from springline.torch.naming import Group, Named, float_buffers, name_parameters
@@ -253,6 +253,7 @@ class CenterOptimizer(CenterReader):
             worker_state.check(self.worker, ours)
         if not worker_state.own_center(self.worker):  # the center decides, and the others' steps
             self.inner.load_state_dict(state)
+            note_loaded()
             return
         if self.worker.background:
             self.worker.background.drop()  # it belongs to what is replaced
