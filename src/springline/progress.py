@@ -42,6 +42,7 @@ class _Count:
     looping: bool = False  # whether the script is in the middle of a loop over them
     loaded: bool = False  # whether it has loaded a checkpoint, and was not warned of what follows
     reports: bool | None = None  # whether this worker is the one that reports, once that is known
+    stepped: bool = False  # whether a worker of this process has made a step
     logged: int = 0  # exchanges of the worker that the metrics know of
 
 
@@ -137,6 +138,11 @@ def _say_skipped(run: Run, total: int) -> None:
         _log.info("Rank %d made these %d steps before it was restarted.", run.rank, total)
 
 
+def has_stepped() -> bool:
+    """Whether a worker of this process has made a step."""
+    return _count.stepped
+
+
 def note_loaded() -> None:
     """Note that the script has loaded a checkpoint of its own, which may have its epoch."""
     _count.loaded = True
@@ -164,6 +170,7 @@ def note_worker(worker: Any) -> None:
 
 def note_first_step(worker: Worker) -> None:
     """Warn of a worker that was restarted and begins at its first step again."""
+    _count.stepped = True
     if worker.start_step and not _count.asked:
         _log.warning(
             "Rank %d had made %d steps before it was restarted, and its script begins with the "

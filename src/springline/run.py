@@ -2,6 +2,7 @@
 
     SPRINGLINE_RUN, SPRINGLINE_RANK, SPRINGLINE_WORKERS   set by `springline run`
     SPRINGLINE_ADDRESS, SPRINGLINE_CENTER, ...            with `--address`: see `cluster_address.py`
+    SPRINGLINE_FROM                                       with `--from`: a file for a new center
     RANK, WORLD_SIZE, MASTER_ADDR, LOCAL_WORLD_SIZE       set by `torchrun`, or as it does
 
 Without any, a script is a run of one worker.
@@ -32,6 +33,7 @@ from typing import Any
 from springline import checks
 from springline.center import Center, CenterError, Layout, RankError, SharedCenter
 from springline.center.checkpoint import describe, newest
+from springline.center.first_values import FirstValues, OtherNames
 from springline.center.shared import CHECKPOINT_NAME
 from springline.cluster_address import ClusterAddress
 from springline.errors import DamagedError
@@ -39,7 +41,7 @@ from springline.files import can_do_without, write_text
 from springline.launch_state import LaunchState
 from springline.rules.rule import Rule
 
-REPORT, WARNINGS = "report.txt", "warnings"
+REPORT, WARNINGS, FROM = "report.txt", "warnings", "SPRINGLINE_FROM"
 _TORCHS = {"RANK", "WORLD_SIZE", "MASTER_ADDR"}  # what a process group needs
 _log = logging.getLogger("springline")
 
@@ -203,6 +205,7 @@ def create_or_join(
     values: Mapping[str, Any],
     use_locking: bool,
     timeout: float | None,
+    other_names: OtherNames | None = None,
 ) -> Center:
     """Open the center in a directory, made by the first worker; the run's may be elsewhere."""
     checks.directory(directory)
@@ -224,8 +227,15 @@ def create_or_join(
             "center there. Leave `center` out; a run on a cluster has one center. Received: "
             f"center={str(directory)!r}."
         )
+    file = os.environ.get(FROM) if Path(directory) == run.center_directory else None
     return SharedCenter.create_or_join(
-        directory, layout, rule, values, use_locking=use_locking, timeout=timeout
+        directory,
+        layout,
+        rule,
+        values,
+        use_locking=use_locking,
+        first=FirstValues(Path(file), other_names or {}) if file else None,
+        timeout=timeout,
     )
 
 

@@ -13,8 +13,10 @@ from springline.launch.directory import LaunchError, RunDirectory
 from springline.launch.guard import Guard
 from springline.launch.keeper import Keeper
 from springline.launch.process import Job, Task, WorkerProcess, cores, environment
-from springline.launch.request import ClusterRequest
+from springline.launch.program import Program
+from springline.launch.request import ClusterRequest, check_first_file
 from springline.launch_state import LaunchState
+from springline.run import FROM
 
 Say = Callable[[str], None]
 
@@ -62,18 +64,26 @@ class LocalBackend(Backend):
     """This machine: workers are processes, the center is in memory."""
 
     def __init__(
-        self, command: Sequence[str], directory: Path, workers: int, ps: int, keeper: Keeper
+        self,
+        program: Program,
+        directory: Path,
+        workers: int,
+        ps: int,
+        keeper: Keeper,
+        start_from: Path | None,
     ) -> None:
         self._cluster = LocalCluster(ps, workers) if ps else None
         self._guard = guard = Guard()
 
         def task(number: int, job: Job) -> WorkerProcess:
             ours = environment(os.environ, directory, number, workers)
+            if start_from:
+                ours[FROM] = str(start_from.absolute())
             if self._cluster:
                 ours |= self._cluster.environment(job, number, os.environ)
             if job == "ps":  # it has no rank
                 del ours["SPRINGLINE_RANK"], ours["SPRINGLINE_WORKERS"]
-            return WorkerProcess(command, directory, number, ours, job, guard=guard)
+            return WorkerProcess(program.command, directory, number, ours, job, guard=guard)
 
         tasks = [task(rank, "worker") for rank in range(workers)]
         super().__init__(tasks, [task(number, "ps") for number in range(ps)], keeper)
@@ -136,11 +146,11 @@ def connect(address: str) -> None:
 
 def choose_backend(
     claim: RunDirectory,
-    script: Path,
-    arguments: Sequence[str],
+    program: Program,
     workers: int | None,
     ps: int | None,
     asked: ClusterRequest,
+    start_from: Path | None,
     say: Say,
 ) -> tuple[Backend, ClusterRequest]:
     """Return a run's backend, and what is asked of a cluster; see `Launcher` for the rest.
@@ -167,11 +177,17 @@ def choose_backend(
             f"The run in {directory} has {len(before.workers)} workers, for good. Received: "
             f"--workers {workers}. Leave it out, or start a new run."
         )
+    if start_from:
+        check_first_file(start_from, asked.address, ps)
+        if claim.configured_workers() is not None:
+            raise LaunchError(
+                f"The run in {directory} has a center, with which it goes on. Received: --from "
+                f"{start_from}. Leave it out, or start a new run."
+            )
     if not asked.address:
         workers = _number(claim, workers, max(2, cores()))
         keeper = Keeper(claim, say)
-        command = [str(script), *arguments]
-        return LocalBackend(command, directory, workers, ps or 0, keeper), asked
+        return LocalBackend(program, directory, workers, ps or 0, keeper, start_from), asked
     asked.check(ps)
     connect(asked.address)
     from springline.launch.ray_backend import RayBackend, connect_with, room  # Ray is there
@@ -179,7 +195,7 @@ def choose_backend(
     if asked.working_dir:
         connect_with(asked.address, asked.working_dir, directory)
     workers = _number(claim, workers, room(asked))
-    return RayBackend(str(script), list(arguments), claim, workers, asked, say), asked
+    return RayBackend(program, claim, workers, asked, say), asked
 
 
 def _number(claim: RunDirectory, workers: int | None, default: int) -> int:

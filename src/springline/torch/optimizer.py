@@ -17,7 +17,7 @@ from springline.checks import seconds
 from springline.progress import finish_all, finish_at_exit, note_loaded, note_optimizer
 from springline.rules.rule import Rule
 from springline.torch.binding import Binding, Mirror, allocator, to_numpy
-from springline.torch.naming import Group, Named, float_buffers, name_parameters
+from springline.torch.naming import Group, Named, float_buffers, name_parameters, other_names
 from springline.torch.outer import first_state
 from springline.torch.reading import CenterReader
 from springline.torch.resolve import AnyCenter, resolve, warn_of_replicas
@@ -86,6 +86,7 @@ class CenterOptimizer(CenterReader):
             run.rank,
             buffers={name: to_numpy(b) for name, b in buffers.items()},
             allocate=allocator([*parameters.values(), *buffers.values()]),
+            other_names=other_names({**parameters, **buffers}, self._model),
             **self._options,
         )
         self.binding = Binding(self.worker, parameters, self._model)
