@@ -33,6 +33,8 @@ from time_to_loss_runs import QUICK, WHOLE, Job, Result, Results, Scale, append,
 
 from springline.launch.launcher import Launcher
 from springline.launch.process import cores
+from springline.launch.program import Program
+from springline.launch.restarts import RestartPolicy
 
 HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parent / "examples"
@@ -76,11 +78,10 @@ def _launch(
 ) -> str:
     """Start workers and wait for them; return the last lines of one that failed."""
     launcher = Launcher(
-        WORKER,
-        [json.dumps(arguments)],
+        Program(str(WORKER), [json.dumps(arguments)]),
         workers=workers,
         directory=directory,
-        max_restarts=0,
+        restarts=RestartPolicy(0),
         say=lambda _: None,
     )
     status = launcher.run(tick)

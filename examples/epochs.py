@@ -3,8 +3,8 @@
     python examples/epochs.py                        one worker, all of the data
     springline run --workers 2 examples/epochs.py    two workers, half of it each
 
-A worker that is killed goes on in the middle of the epoch in which its rank was: `springline.steps`
-gives out only the steps that are left, and the batches before them are skipped.
+A worker that is killed goes on in the middle of the epoch in which its rank was, with the next
+batch of the same order: `springline.epochs` gives out only what is left.
 """
 
 from __future__ import annotations
@@ -13,36 +13,30 @@ import argparse
 
 import torch
 from data import Digits, mnist
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import springline
-from springline.torch import ModelAverageOptimizer
+from springline.torch import ModelAverageOptimizer, ResumableSampler
 
 BATCH = 64
 
 
-def train(model: nn.Module, data: TensorDataset, epochs: int) -> ModelAverageOptimizer:
+def train(
+    model: nn.Module, data: TensorDataset, test: Digits, epochs: int
+) -> ModelAverageOptimizer:
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
     opt = ModelAverageOptimizer(inner, model=model, period=10)
-    sampler = DistributedSampler[tuple[Tensor, ...]](
-        data, springline.workers(), springline.rank(), drop_last=True
-    )
-    loader = DataLoader(data, BATCH, sampler=sampler)
-    for epoch in range(epochs):
-        sampler.set_epoch(epoch)  # another order
-        batches, step, loss = enumerate(loader), None, torch.zeros(())
-        for step in springline.steps(len(loader)):
-            images, labels = next(batch for n, batch in batches if n == step)
+    loader = DataLoader(data, BATCH, sampler=ResumableSampler(data))
+    for epoch, batches in springline.epochs(loader, epochs):
+        for images, labels in batches:
             loss = nn.functional.cross_entropy(model(images), labels)
             opt.zero_grad()
             loss.backward()
             opt.step()
-            if step % 10 == 0:
-                springline.log(loss=loss.item())
-        if step is None:
-            continue  # it was complete before this worker was restarted
-        print(f"epoch {epoch}: loss {loss.item():.3f}", flush=True)
+            springline.log(loss=loss.item())
+        with opt.center_weights():
+            print(f"epoch {epoch}: accuracy of the center {accuracy(model, test):.2%}", flush=True)
     return opt
 
 
@@ -65,7 +59,7 @@ def main() -> None:
     data = mnist()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
-    opt = train(model, tensors(data, args.images), args.epochs)
+    opt = train(model, tensors(data, args.images), data, args.epochs)
     if opt.final():
         with opt.center_weights():
             springline.report(f"Accuracy on the test images: {accuracy(model, data):.2%}")

@@ -4,8 +4,9 @@ Each worker keeps its own parameters and its own optimizer and, every few steps,
 shared center that pulls it back like a mooring line.
 """
 
-from springline import outer, schedule
+from springline import mistakes, outer, schedule
 from springline.center import LocalCenter, SharedCenter
+from springline.data import epochs
 from springline.errors import (
     CenterError,
     CheckpointError,
@@ -24,6 +25,7 @@ from springline.rules import AGN, AsyncDiLoCo, DiLoCo, ElasticAverage, ModelAver
 from springline.run import directory, rank, stop, stopping, workers
 from springline.worker import Worker
 
+mistakes.watch()
 __version__ = "0.1.0"
 __all__ = [
     "AGN",
@@ -47,6 +49,7 @@ __all__ = [
     "TokenError",
     "Worker",
     "directory",
+    "epochs",
     "log",
     "outer",
     "rank",

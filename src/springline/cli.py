@@ -14,12 +14,15 @@ import typer
 from rich.console import Console
 from rich.filesize import decimal
 
+from springline import __version__
 from springline.center import CenterError
 from springline.center.memory_file import TMPFS
 from springline.launch.directory import RUNS, LaunchError, find_run, is_at_work, short
 from springline.launch.export import export as export_center
 from springline.launch.launcher import Launcher
+from springline.launch.program import Program
 from springline.launch.request import ClusterRequest
+from springline.launch.restarts import RestartPolicy
 
 app = typer.Typer(
     name="springline",
@@ -33,15 +36,37 @@ RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run's direct
 RunsArgument = Annotated[Path, typer.Argument(metavar="DIR", help="Where runs are, or one run.")]
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"springline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Train one model on many loosely coupled workers."""
+
+
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
     script: Annotated[
-        Path, typer.Argument(metavar="SCRIPT", help="The script that every worker runs.")
+        str,
+        typer.Argument(
+            metavar="SCRIPT", help="The script that every worker runs; with `-m`, a module."
+        ),
     ],
     arguments: Annotated[
         list[str] | None,
         typer.Argument(metavar="ARGS", help="The script's own arguments.", show_default=False),
     ] = None,
+    module: Annotated[
+        bool, typer.Option("-m", help="SCRIPT is a module, run as with `python -m`.")
+    ] = False,
     workers: Annotated[
         int | None,
         typer.Option(
@@ -65,9 +90,26 @@ def run(
         int,
         typer.Option(
             metavar="K",
-            help="Restarts per worker; the run ends when a worker dies once more.",
+            help="Restarts per worker within the window; the run ends when a worker dies once "
+            "more. -1: no limit.",
         ),
-    ] = 3,
+    ] = RestartPolicy.most,
+    restart_window: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="Restarts that are older than this do not count."),
+    ] = RestartPolicy.window,
+    start_from: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            help="Begin a new run's center with this safetensors file, which has the model's "
+            "names. All workers take it, whatever they load.",
+        ),
+    ] = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Do not ask before a run goes on with another script.")
+    ] = False,
     no_live: Annotated[
         bool, typer.Option("--no-live", help="Print lines instead of the live screen.")
     ] = False,
@@ -132,7 +174,7 @@ def run(
     from springline.monitor.summary import summary
     from springline.monitor.words import many
 
-    console, arguments = Console(), arguments or []
+    console, program = Console(), Program(script, arguments or [], module)
     copied = str(working_dir) if working_dir else None
 
     def say(text: str) -> None:
@@ -140,15 +182,16 @@ def run(
 
     with _clear_errors():
         launcher = Launcher(
-            script,
-            arguments,
+            program,
             workers=workers,
             ps=ps,
             directory=directory,
             cluster=ClusterRequest(
                 address, center_shards, storage, cpus, gpus, copied, env or None
             ),
-            max_restarts=max_restarts,
+            restarts=RestartPolicy(max_restarts, restart_window),
+            start_from=start_from,
+            confirm=lambda text: yes or (_is_terminal() and typer.confirm(text)),
             say=say,
         )
     place = short(launcher.directory)
@@ -160,7 +203,7 @@ def run(
     say(f"{start} {place}: {script} on {who}.")
     with Screen(launcher.directory, console, live=console.is_terminal and not no_live) as screen:
         status = launcher.run(screen.refresh)
-    for line in summary(launcher, script, arguments, status):
+    for line in summary(launcher, program, status):
         say(line)
     raise typer.Exit(status)
 
@@ -250,7 +293,7 @@ def clean(
         return
     for unused in found:
         typer.echo(f"{decimal(unused.nbytes):>10}  {unused.what}")
-    if not yes and not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if not yes and not _is_terminal():
         command = shlex.join(["springline", "clean", str(directory), "--yes"])
         typer.echo(f"Nothing is freed yet. To free this: {command}")
         raise typer.Exit(1)
@@ -271,6 +314,11 @@ def _clear_errors() -> Iterator[None]:
     except (LaunchError, CenterError) as error:
         typer.echo(f"springline: {error}", err=True)
         raise typer.Exit(2 if isinstance(error, LaunchError) else 1) from error
+
+
+def _is_terminal() -> bool:
+    """Whether there is somebody to ask."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def _check_there(directory: Path) -> Path:

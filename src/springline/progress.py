@@ -39,8 +39,10 @@ class _Count:
     asked: bool = False  # whether the script has asked for that
     claimed: int = 0  # steps that calls of `steps` own
     done: int | None = None  # steps of the rank, if `steps` counts them
-    looping: bool = False  # whether `steps` is in the middle of it
+    looping: bool = False  # whether the script is in the middle of a loop over them
+    loaded: bool = False  # whether it has loaded a checkpoint, and was not warned of what follows
     reports: bool | None = None  # whether this worker is the one that reports, once that is known
+    stepped: bool = False  # whether a worker of this process has made a step
     logged: int = 0  # exchanges of the worker that the metrics know of
 
 
@@ -69,38 +71,86 @@ def start_step() -> int:
 def steps(total: int) -> Iterator[int]:
     """Count a worker's next `total` steps, or until all are asked to stop.
 
-    A script may call it once, or once in every epoch: each call owns the steps that follow those of
-    the one before. A worker that was restarted makes only what its rank had not made: of three
-    epochs of 5, killed at step 7, nothing in the first, 2, 3, 4 in the second, all in the third.
+    A script may call it several times: each call owns the steps that follow those of the one
+    before. A worker that was restarted makes only what its rank had not made: of three calls with
+    5, killed at step 7, nothing in the first, 2, 3, 4 in the second, all in the third. For the
+    epochs of a loader there is `epochs`.
 
     >>> [list(steps(3)) for epoch in range(2)]
     [[0, 1, 2], [0, 1, 2]]
     """
     checks.count("n", total)
-    run, start = Run.from_environment(), start_step()
-    first = _count.claimed
-    _count.claimed += total
-    _count.done = max(start, _count.done or 0)
-    run.begin(max(start, first), _count.claimed)
-    made = min(max(0, start - first), total)
+    claim = Claim(total)
+    made = claim.made(0, total)
     if made == total > 0:
-        _log.info("Rank %d made these %d steps before: it had made %d.", run.rank, total, start)
-    return _steps(run, first, range(made, total))
+        _say_skipped(claim.run, total)
+    return claim.steps(range(made, total))
 
 
-def _steps(run: Run, first: int, rest: range) -> Iterator[int]:
-    look_at = 0.0
+class Claim:
+    """The next steps of this worker, which one loop of the script owns.
+
+    Args:
+        total: how many there are, with those that its rank had made before.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.run, self._start = Run.from_environment(), start_step()
+        self._first = _count.claimed
+        _count.claimed += total
+        _count.done = max(self._start, _count.done or 0)
+        self.run.begin(max(self._start, self._first), _count.claimed)
+
+    def made(self, first: int, total: int) -> int:
+        """Return how many of `total` steps, from the claim's step `first` on, were made before."""
+        return min(max(0, self._start - self._first - first), total)
+
+    def steps(self, rest: range) -> Iterator[int]:
+        """Count these steps of the claim, or until all are asked to stop."""
+        look_at = 0.0
+        with in_loop():
+            for step in rest:
+                if time.monotonic() >= look_at:
+                    if self.run.stopping():
+                        return
+                    look_at = time.monotonic() + _STOP_LOOK
+                # With the one that is being made; loops may be within each other.
+                _count.done = max(_count.done or 0, self._first + step + 1)
+                yield step
+
+
+@contextlib.contextmanager
+def in_loop() -> Iterator[None]:
+    """Note that the script is in the middle of its steps."""
+    before, _count.looping = _count.looping, True
     try:
-        for step in rest:
-            if time.monotonic() >= look_at:
-                if run.stopping():
-                    return
-                look_at = time.monotonic() + _STOP_LOOK
-            # With the one that is being made; loops may be within each other.
-            _count.looping, _count.done = True, max(_count.done or 0, first + step + 1)
-            yield step
+        yield
     finally:
-        _count.looping = False
+        _count.looping = before
+
+
+def _say_skipped(run: Run, total: int) -> None:
+    if _count.loaded:
+        _count.loaded = False  # once
+        _log.warning(
+            "Rank %d skips these %d steps: it made them before it was restarted. A script that "
+            "restores an epoch of its own leaves steps out in this way: begin with epoch 0, or "
+            "use `springline.epochs(loader, n)`.",
+            run.rank,
+            total,
+        )
+    else:
+        _log.info("Rank %d made these %d steps before it was restarted.", run.rank, total)
+
+
+def has_stepped() -> bool:
+    """Whether a worker of this process has made a step."""
+    return _count.stepped
+
+
+def note_loaded() -> None:
+    """Note that the script has loaded a checkpoint of its own, which may have its epoch."""
+    _count.loaded = True
 
 
 def counted() -> int | None:
@@ -109,7 +159,7 @@ def counted() -> int | None:
 
 
 def is_over() -> bool:
-    """Whether the script counts its steps with `steps`, and is not in the middle of it."""
+    """Whether the script counts its steps with `steps` or `epochs`, and has left the loop."""
     return _count.done is not None and not _count.looping
 
 
@@ -125,6 +175,7 @@ def note_worker(worker: Any) -> None:
 
 def note_first_step(worker: Worker) -> None:
     """Warn of a worker that was restarted and begins at its first step again."""
+    _count.stepped = True
     if worker.start_step and not _count.asked:
         _log.warning(
             "Rank %d had made %d steps before it was restarted, and its script begins with the "

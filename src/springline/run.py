@@ -2,6 +2,7 @@
 
     SPRINGLINE_RUN, SPRINGLINE_RANK, SPRINGLINE_WORKERS   set by `springline run`
     SPRINGLINE_ADDRESS, SPRINGLINE_CENTER, ...            with `--address`: see `cluster_address.py`
+    SPRINGLINE_FROM                                       with `--from`: a file for a new center
     RANK, WORLD_SIZE, MASTER_ADDR, LOCAL_WORLD_SIZE       set by `torchrun`, or as it does
 
 Without any, a script is a run of one worker.
@@ -36,7 +37,7 @@ from springline.errors import DamagedError
 from springline.files import can_do_without, write_text
 from springline.launch_state import LaunchState
 
-REPORT, WARNINGS = "report.txt", "warnings"
+REPORT, WARNINGS, FROM = "report.txt", "warnings", "SPRINGLINE_FROM"
 _TORCHS = {"RANK", "WORLD_SIZE", "MASTER_ADDR"}  # what a process group needs
 _log = logging.getLogger("springline")
 

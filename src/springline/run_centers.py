@@ -17,8 +17,9 @@ from typing import Any
 
 from springline import checks
 from springline.center import Center, Layout, RankError, SharedCenter
+from springline.center.first_values import FirstValues, OtherNames
 from springline.rules.rule import Rule
-from springline.run import Run
+from springline.run import FROM, Run
 
 _NAME = re.compile(r"[A-Za-z][\w.-]*", re.ASCII)
 # By process, directory of the center and rank.
@@ -91,6 +92,7 @@ def create_or_join(
     values: Mapping[str, Any],
     use_locking: bool,
     timeout: float | None,
+    other_names: OtherNames | None = None,
 ) -> Center:
     """Open the center in a directory, made by the first worker; the run's may be elsewhere."""
     checks.directory(directory)
@@ -111,6 +113,13 @@ def create_or_join(
             "center there. Leave `center` out; a run on a cluster has one center. Received: "
             f"center={str(directory)!r}."
         )
+    file = os.environ.get(FROM) if Path(directory) == run.center_directory else None
     return SharedCenter.create_or_join(
-        directory, layout, rule, values, use_locking=use_locking, timeout=timeout
+        directory,
+        layout,
+        rule,
+        values,
+        use_locking=use_locking,
+        first=FirstValues(Path(file), other_names or {}) if file else None,
+        timeout=timeout,
     )

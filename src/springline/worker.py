@@ -16,6 +16,7 @@ from springline import checks, progress, run_centers
 from springline.arrays import WorkerArrays
 from springline.background import Background
 from springline.center.center import Center, Local
+from springline.center.first_values import OtherNames
 from springline.center.layout import Bytes, Layout, aligned_zeros
 from springline.center.memory import LocalCenter
 from springline.errors import CenterError, NonFiniteError, SettingsError
@@ -59,6 +60,8 @@ class Worker(WorkerArrays):
         keep_own_weights: whether a worker that has loaded weights goes on with those, though the
             center has others by then; see `begin`.
         overlap: exchange in the background, and go on meanwhile.
+        other_names: what a file of the model has beside these names: another name of one of them,
+            or None for what is not in the center. For a run that begins with a file (`--from`).
 
     Example: one worker alone, moving_rate 1, two steps by hand.
 
@@ -86,6 +89,7 @@ class Worker(WorkerArrays):
         allocate: Callable[[int], Bytes] = aligned_zeros,
         keep_own_weights: bool = False,
         overlap: bool = False,
+        other_names: OtherNames | None = None,
     ) -> None:
         checks.true_or_false("use_locking", use_locking)
         checks.true_or_false("overlap", overlap)
@@ -108,7 +112,7 @@ class Worker(WorkerArrays):
             center = center(self.layout, rule, values, timeout)
         elif not isinstance(center, Center):
             center = run_centers.create_or_join(
-                center, rank, self.layout, rule, values, use_locking, timeout
+                center, rank, self.layout, rule, values, use_locking, timeout, other_names
             )
         else:
             center.check_layout(self.layout)

@@ -137,6 +137,7 @@ def test_images_the_center_has_what_batchnorm_needs(two_workers, directory, exam
 def test_epochs_each_worker_has_its_part(two_workers, directory):
     log, _ = two_workers("epochs", "--epochs", 2, "--images", 6400)
     assert number_after("Accuracy on the test images", log) > 80
+    assert [f"epoch {n}: accuracy of the center" in log for n in range(3)] == [True, True, False]
     assert steps_of(directory) == [100, 100]
 
 

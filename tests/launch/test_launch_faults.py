@@ -144,8 +144,10 @@ import sys
 from pathlib import Path
 from springline.launch import keeper
 from springline.launch.launcher import Launcher
+from springline.launch.program import Program
 keeper.EVERY = 0.2
-launcher = Launcher(Path(sys.argv[2]), sys.argv[3:], workers=2, directory=Path(sys.argv[1]))
+program = Program(sys.argv[2], sys.argv[3:])
+launcher = Launcher(program, workers=2, directory=Path(sys.argv[1]))
 sys.exit(launcher.run(TICK))
 """
 

@@ -99,7 +99,14 @@ def test_a_worker_is_what_python_alone_would_run(command, script, tmp_path):
         (["nowhere.py"], "There is no script nowhere.py."),
         (["."], "must be a Python file"),
         (["--workers", "0", TRAINING], "`--workers` must be an integer >= 1. Received: 0."),
-        (["--max-restarts", "-1", TRAINING], "`--max-restarts` must be an integer >= 0"),
+        (["--max-restarts", "-2", TRAINING], "`--max-restarts` must be an integer >= 0, or -1"),
+        (["--restart-window", "0", TRAINING], "`--restart-window` must be seconds > 0"),
+        (["-m", "no.such.module"], "There is no module no.such.module that `python -m"),
+        (["-m", "mine"], "There is no module mine that `python -m mine` could run"),
+        (["--from", "none.safetensors", TRAINING], "`--from` must be a safetensors file"),
+        (["--from", TRAINING, TRAINING], "`--from` must be a safetensors file"),
+        (["--from", "x", "--ps", "1", TRAINING], "`--from` is for a center on this machine"),
+        (["--from", "x", "--address", "auto", TRAINING], "`--from` is for a center on this mach"),
         (["--run", TRAINING, TRAINING], "`--run` must be a directory"),
         (["--run", "mine", TRAINING], "is not a run's directory: it holds 'thesis.tex'"),
         (["--wrokers", "3", TRAINING], "No such option"),
@@ -250,7 +257,7 @@ def test_runs_of_another_user_are_refused(command, tmp_path):
 def test_a_cluster_that_others_could_have_named_is_not_connected_to(command, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
-    LaunchState("x", [], 1.0, 1, cluster={"address": "10.9.9.9:6379"}).write(run)
+    LaunchState(str(TRAINING), [], 1.0, 1, cluster={"address": "10.9.9.9:6379"}).write(run)
     run.chmod(0o777)
     for _ in range(2):  # it is not trusted the second time, either
         refused = command("run", "--run", run, TRAINING, "elastic", 4, 0)

@@ -34,12 +34,13 @@ from springline.center.directory import (
     read_layout,
     write_layout,
 )
+from springline.center.first_values import FirstValues
 from springline.center.layout import Bytes, Layout
 from springline.center.locks import CREATE, KEEPER, RANK, RecordLocks
 from springline.center.member import MemoryMember
 from springline.center.memory import MemoryCenter
 from springline.center.memory_file import adopt, belongs, free, map_memory, new_memory
-from springline.center.plan import ENDS, Plan
+from springline.center.plan import ENDS, SEALED, Plan
 from springline.center.segments import in_use, sweep
 from springline.center.waiting import is_alive
 from springline.errors import CenterError
@@ -72,6 +73,7 @@ class SharedCenter(MemoryCenter):
         *,
         use_locking: bool = True,
         restore: str | Path | None = None,
+        first: FirstValues | None = None,
         timeout: float | None = None,
     ) -> SharedCenter:
         """Open the center in a directory, which the first worker makes.
@@ -84,6 +86,8 @@ class SharedCenter(MemoryCenter):
                 others take the center's.
             use_locking: whether an exchange is atomic, per part of the center.
             restore: a checkpoint whose values a new center takes instead.
+            first: a file whose values it takes instead, for good: those that a worker has loaded do
+                not replace them.
             timeout: seconds after which waiting for one that others are making fails.
         """
         directory = claim(Path(directory))
@@ -96,7 +100,9 @@ class SharedCenter(MemoryCenter):
                     _check_unused(directory, plan, locks)
                 if found is None:
                     with cls._new(directory, plan, locks) as center:
-                        center.initialise(values)
+                        center.initialise(first.read(layout) if first else values)
+                        if first:
+                            center.memory.head[SEALED] = 1
                         if restore:
                             center.restore(Path(restore))
                 else:

@@ -14,8 +14,10 @@ from springline.launch.guard import Guard
 from springline.launch.keeper import Keeper
 from springline.launch.others import OtherKeepers
 from springline.launch.process import Job, Task, WorkerProcess, cores, environment
-from springline.launch.request import ClusterRequest
+from springline.launch.program import Program
+from springline.launch.request import ClusterRequest, check_first_file
 from springline.launch_state import LaunchState
+from springline.run import FROM
 
 Say = Callable[[str], None]
 
@@ -64,12 +66,13 @@ class LocalBackend(Backend):
 
     def __init__(
         self,
-        command: Sequence[str],
+        program: Program,
         directory: Path,
         workers: int,
         ps: int,
         keeper: Keeper,
         others: OtherKeepers,
+        start_from: Path | None,
     ) -> None:
         self._others = others
         self._cluster = LocalCluster(ps, workers) if ps else None
@@ -77,11 +80,13 @@ class LocalBackend(Backend):
 
         def task(number: int, job: Job) -> WorkerProcess:
             ours = environment(os.environ, directory, number, workers)
+            if start_from:
+                ours[FROM] = str(start_from.absolute())
             if self._cluster:
                 ours |= self._cluster.environment(job, number, os.environ)
             if job == "ps":  # it has no rank
                 del ours["SPRINGLINE_RANK"], ours["SPRINGLINE_WORKERS"]
-            return WorkerProcess(command, directory, number, ours, job, guard=guard)
+            return WorkerProcess(program.command, directory, number, ours, job, guard=guard)
 
         tasks = [task(rank, "worker") for rank in range(workers)]
         super().__init__(tasks, [task(number, "ps") for number in range(ps)], keeper)
@@ -161,11 +166,11 @@ def connect(address: str) -> None:
 
 def choose_backend(
     claim: RunDirectory,
-    script: Path,
-    arguments: Sequence[str],
+    program: Program,
     workers: int | None,
     ps: int | None,
     asked: ClusterRequest,
+    start_from: Path | None,
     say: Say,
 ) -> tuple[Backend, ClusterRequest]:
     """Return a run's backend, and what is asked of a cluster; see `Launcher` for the rest.
@@ -192,12 +197,19 @@ def choose_backend(
             f"The run in {directory} has {len(before.workers)} workers, for good. Received: "
             f"--workers {workers}. Leave it out, or start a new run."
         )
+    if start_from:
+        check_first_file(start_from, asked.address, ps)
+        if claim.configured_workers() is not None:
+            raise LaunchError(
+                f"The run in {directory} has a center, with which it goes on. Received: --from "
+                f"{start_from}. Leave it out, or start a new run."
+            )
     if not asked.address:
         workers = _number(claim, workers, max(2, cores()))
         keeper = Keeper(claim, say)
-        command = [str(script), *arguments]
         others = OtherKeepers(claim, say)
-        return LocalBackend(command, directory, workers, ps or 0, keeper, others), asked
+        local = LocalBackend(program, directory, workers, ps or 0, keeper, others, start_from)
+        return local, asked
     asked.check(ps)
     connect(asked.address)
     from springline.launch.ray_backend import RayBackend, connect_with, room  # Ray is there
@@ -205,7 +217,7 @@ def choose_backend(
     if asked.working_dir:
         connect_with(asked.address, asked.working_dir, directory)
     workers = _number(claim, workers, room(asked))
-    return RayBackend(str(script), list(arguments), claim, workers, asked, say), asked
+    return RayBackend(program, claim, workers, asked, say), asked
 
 
 def _number(claim: RunDirectory, workers: int | None, default: int) -> int:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,11 @@ from springline.launch.backend import choose_backend, connect
 from springline.launch.directory import RunDirectory
 from springline.launch.keeper import LostError
 from springline.launch.process import Task
-from springline.launch.request import ClusterRequest, check_numbers, check_script
+from springline.launch.program import Program, check_same
+from springline.launch.request import ClusterRequest, check_first_file, check_numbers
+from springline.launch.restarts import RestartPolicy
 from springline.launch_state import NAME, LaunchState
+from springline.mistakes import MISTAKE
 from springline.run import Run
 from springline.signals import noted
 
@@ -34,15 +37,16 @@ class Launcher:
     """One run. The constructor claims its directory, `run` does the rest.
 
     Args:
-        script: what every worker runs.
-        arguments: the script's own.
+        program: what every worker runs.
         workers: how many; by default as many as the run in the directory has, else one per core
             and at least two.
         ps: how many parameter servers of a TensorFlow cluster to start beside them, which then
             hold the center; by default as many as the run in the directory has, else none.
         directory: the run's; None for a new one in `runs/`.
         cluster: what is asked of a Ray cluster; without an address, nothing.
-        max_restarts: how many times each worker that dies is restarted.
+        restarts: how often each worker that dies is restarted.
+        start_from: a safetensors file whose values the center of a new run begins with.
+        confirm: asks whether to go on, given a sentence, with another program than the run had.
         say: prints what happens to workers.
 
     Raises:
@@ -51,29 +55,34 @@ class Launcher:
 
     def __init__(
         self,
-        script: Path,
-        arguments: Sequence[str] = (),
+        program: Program,
         *,
         workers: int | None = None,
         ps: int | None = None,
         directory: Path | None = None,
         cluster: ClusterRequest | None = None,
-        max_restarts: int = 3,
+        restarts: RestartPolicy | None = None,
+        start_from: Path | None = None,
+        confirm: Callable[[str], bool] = lambda _: False,
         say: Callable[[str], None] = print,
     ) -> None:
         asked = cluster or ClusterRequest()
-        check_script(script)
-        check_numbers(workers, ps, max_restarts)
+        program.check()
+        self._restarts = restarts or RestartPolicy()
+        self._restarts.check()
+        check_numbers(workers, ps)
         asked.check(ps, goes_on=directory is not None)
+        if start_from:
+            check_first_file(start_from, asked.address, ps)
         if asked.address:
             connect(asked.address)  # before a directory is made
         self._claim = RunDirectory(directory)
         self._began_in = self._claim.path
         self.continues = self._claim.continues
         self._say = say
-        self._max_restarts = max_restarts
-        what = script, arguments, workers, ps, asked
+        what = program, workers, ps, asked, start_from
         try:
+            check_same(program, self._claim.path, confirm)
             self._backend, asked = choose_backend(self._claim, *what, self._tell)
             self._claim.make_private()
         except BaseException:
@@ -88,8 +97,8 @@ class Launcher:
         self.lost = False  # whether there was a center that could not be kept whole
         self.failed: Task | None = None  # the one that ended the run
         self._state = LaunchState(
-            str(script.absolute()),
-            list(arguments),
+            program.identity,
+            list(program.arguments),
             time.time(),
             os.getpid(),
             [process.entry for process in self._processes],
@@ -229,19 +238,24 @@ class Launcher:
             entry.state = "stopped"
         elif entry.exit_code == 0:
             entry.state = "finished"
-        elif entry.restarts < self._max_restarts:
+        elif entry.exit_code == MISTAKE:
+            self._fail(process, f"{how}, after an error that no restart mends: the run ends.")
+        elif which := self._restarts.next(process.name):
             entry.state = "restarting"
             process.restart_at = time.monotonic() + _PAUSE
             words = process.last_words()
             last = f' Its last line: "{words}"' if words else ""
-            self._tell(f"{how}; restart {entry.restarts + 1} of {self._max_restarts}.{last}")
+            self._tell(f"{how}; restart {which}.{last}")
         else:
-            entry.state = "failed"
-            self.failed = process
-            self._stop(1)
-            self._tell(f"{how} and is not restarted again: the run ends.")
+            self._fail(process, f"{how} and is not restarted again: the run ends.")
         if entry.state != "restarting":
             process.release()
+
+    def _fail(self, process: Task, text: str) -> None:
+        """End the run with a worker that is not restarted."""
+        process.entry.state, self.failed = "failed", process
+        self._stop(1)
+        self._tell(text)
 
     def _stop(self, status: int) -> None:
         """Ask all workers to end; `_press` enforces it."""

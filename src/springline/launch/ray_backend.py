@@ -23,6 +23,7 @@ from springline.launch.backend import Backend, Say
 from springline.launch.directory import CENTER, RUNS, LaunchError, RunDirectory
 from springline.launch.keeper import storage_of
 from springline.launch.process import Task
+from springline.launch.program import Program
 from springline.launch.ray_keeper import RayKeeper, center_name, check_center
 from springline.launch.ray_worker import RayWorker
 from springline.launch.request import ClusterRequest
@@ -43,8 +44,7 @@ class RayBackend(Backend):
 
     def __init__(
         self,
-        script: str,
-        arguments: list[str],
+        program: Program,
         claim: RunDirectory,
         workers: int,
         asked: ClusterRequest,
@@ -65,10 +65,10 @@ class RayBackend(Backend):
         context = ray.get_runtime_context()
         self._node = context.get_node_id()
         cluster = ClusterAddress(context.gcs_address, name, self._token, asked.shards, storage)
-        where, script = _find(script, asked)
+        where, command = _find(program, asked)
 
         def worker(rank: int) -> RayWorker:
-            assignment = Assignment([script, *arguments], where, rank, workers, cluster, sent)
+            assignment = Assignment(command, where, rank, workers, cluster, sent)
             return RayWorker(assignment, directory, _options(asked))
 
         self._claim = claim
@@ -239,8 +239,8 @@ def _amounts(amounts: Mapping[str, float]) -> str:
     return " and ".join(f"{v:g} {k}" + "s" * (v != 1) for k, v in amounts.items()) or "nothing"
 
 
-def _find(script: str, asked: ClusterRequest) -> tuple[str | None, str]:
-    """Return the directory that a worker is run from, and the script as seen from there.
+def _find(program: Program, asked: ClusterRequest) -> tuple[str | None, list[str]]:
+    """Return the directory that a worker is run from, and the command as seen from there.
 
     Without a directory, it is where Ray has copied the user's to: the one of `--working-dir`, or
     that of the job that this launcher is (`ray job submit --working-dir`).
@@ -249,14 +249,17 @@ def _find(script: str, asked: ClusterRequest) -> tuple[str | None, str]:
     if copied is None and ray.get_runtime_context().runtime_env.get("working_dir"):
         copied = Path.cwd()
     if copied is None:
-        return str(Path.cwd()), script
+        return str(Path.cwd()), program.command
+    if program.is_module:
+        return None, program.command
     try:
-        return None, str(Path(script).resolve().relative_to(copied.resolve()))
+        script = Path(program.name).resolve().relative_to(copied.resolve())
     except ValueError as error:
         raise LaunchError(
             f"The script must be in the directory that is copied to the machines, {copied}. "
-            f"Received: {script}."
+            f"Received: {program.name}."
         ) from error
+    return None, [str(script), *program.arguments]
 
 
 def _options(asked: ClusterRequest) -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from springline.center.first_values import check_file
+from springline.errors import LayoutError
 from springline.launch.directory import CENTER, LaunchError
 from springline.launch_state import Asked, CenterStatus
 
@@ -103,23 +103,23 @@ class ClusterRequest(Asked):
                 )
 
 
-def check_script(script: Path) -> None:
-    """Refuse a path that is not a readable script."""
-    if sys.platform != "linux":
-        raise LaunchError(f"`springline run` needs Linux; this is {sys.platform}.")
-    if script.is_dir():
-        raise LaunchError(f"The script must be a Python file. Received: {script}, a directory.")
-    if not script.exists():
-        raise LaunchError(f"There is no script {script}.")
-    if not os.access(script, os.R_OK):
-        raise LaunchError(f"The script {script} cannot be read. May you?")
+def check_first_file(path: Path, address: str | None, ps: int | None) -> None:
+    """Refuse a file that no center can begin with."""
+    if address or ps:
+        option = f"--address {address}" if address else f"--ps {ps}"
+        raise LaunchError(
+            f"`--from` is for a center on this machine. Received: --from {path} with {option}. "
+            "Load the file in the script, on all workers."
+        )
+    try:
+        check_file(path)
+    except LayoutError as error:
+        raise LaunchError(str(error)) from error
 
 
-def check_numbers(workers: int | None, ps: int | None, max_restarts: int) -> None:
+def check_numbers(workers: int | None, ps: int | None) -> None:
     """Refuse numbers that are too small."""
     if workers is not None and workers < 1:
         raise LaunchError(f"`--workers` must be an integer >= 1. Received: {workers}.")
     if ps is not None and ps < 0:
         raise LaunchError(f"`--ps` must be an integer >= 0. Received: {ps}.")
-    if max_restarts < 0:
-        raise LaunchError(f"`--max-restarts` must be an integer >= 0. Received: {max_restarts}.")

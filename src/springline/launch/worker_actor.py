@@ -44,7 +44,7 @@ Version = tuple[int, int]
 class Assignment:
     """What an actor runs: the command of one rank, with these additions to its environment."""
 
-    command: list[str]  # the script, as the user typed it, and its arguments
+    command: list[str]  # what follows `python`: the script or `-m`, and so on
     directory: str | None  # where it is run; None for where Ray has copied the working directory
     rank: int
     workers: int
@@ -163,7 +163,8 @@ class WorkerActor:
             given = self._given
             folder = Path(given.directory) if given.directory else Path.cwd()
             script = folder / given.command[0]
-            if not (folder.is_dir() and script.is_file() and os.access(script, os.R_OK)):
+            there = given.command[0] == "-m" or (script.is_file() and os.access(script, os.R_OK))
+            if not (folder.is_dir() and there):
                 return (
                     f"The script {script}, to be run from {folder}, is not on {self._machine}, or "
                     "cannot be read there. Keep it in a directory that all machines see under the "

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
 from springline.center import CenterError
 from springline.launch.directory import short
 from springline.launch.launcher import Launcher
+from springline.launch.program import Program
 from springline.monitor.metrics import FOLDER
 from springline.monitor.plot import draw
 from springline.run import REPORT
 
 
-def summary(
-    launcher: Launcher, script: Path, arguments: Sequence[str], status: int
-) -> Iterator[str]:
+def summary(launcher: Launcher, program: Program, status: int) -> Iterator[str]:
     """Draw the plot of a run that has ended and yield what to print.
 
     Args:
         launcher: the run's.
-        script: what its workers ran.
-        arguments: the script's own.
+        program: what its workers ran.
         status: the exit status of the run.
     """
     place = short(launcher.directory)  # it may have been moved
@@ -34,8 +31,8 @@ def summary(
         if status:
             yield f"No center was made yet, so nothing is saved. The output is in {place}/logs."
         else:
-            logs = f"{place}/logs"
-            yield f"No center was made: does {script} use springline? Its output is in {logs}."
+            what, logs = program.name, f"{place}/logs"
+            yield f"No center was made: does {what} use springline? Its output is in {logs}."
         return
     report = launcher.directory / REPORT
     if report.exists() and not status:
@@ -55,7 +52,7 @@ def summary(
         words += f", the metrics in {place}/{FOLDER}"
     words += f", the plot in {short(plot)}." if plot else "."
     if status and launcher.resumable:
-        again = ["springline", "run", "--run", str(place), str(script), *arguments]
+        again = ["springline", "run", "--run", str(place), *program.command]
         where = " (from the script's own checkpoint)" if launcher.ps else ""
         words += f" Go on{where} with: {shlex.join(again)}"
     yield words

@@ -16,6 +16,7 @@ from springline.torch.optimizers import (
     ElasticAverageOptimizer,
     ModelAverageOptimizer,
 )
+from springline.torch.sampler import ResumableSampler
 
 __all__ = [
     "AGNOptimizer",
@@ -24,6 +25,7 @@ __all__ = [
     "DiLoCoOptimizer",
     "ElasticAverageOptimizer",
     "ModelAverageOptimizer",
+    "ResumableSampler",
     "SlowMoOptimizer",
     "wrap",
 ]

@@ -101,6 +101,16 @@ def beside_center(
     return others, aliases
 
 
+def other_names(
+    tensors: Mapping[str, Tensor], model: torch.nn.Module | None
+) -> dict[str, str | None]:
+    """Return the names that a model's file has beside these; see `Worker`."""
+    if model is None:
+        return {}
+    others, aliases = beside_center(tensors, model)
+    return {**dict.fromkeys(others), **aliases}
+
+
 def under_all_names(
     values: Mapping[str, Tensor], tensors: Mapping[str, Tensor], model: torch.nn.Module
 ) -> dict[str, Tensor]:

@@ -15,11 +15,11 @@ from springline import worker_state
 from springline.center import Center, LocalCenter, SharedCenter
 from springline.center.collective import Collective
 from springline.checks import seconds
-from springline.progress import finish_all, finish_at_exit, note_optimizer
+from springline.progress import finish_all, finish_at_exit, note_loaded, note_optimizer
 from springline.rules.rule import Rule
 from springline.run_centers import note_center
 from springline.torch.binding import Binding, Mirror, allocator, to_numpy
-from springline.torch.naming import Group, Named, float_buffers, name_parameters
+from springline.torch.naming import Group, Named, float_buffers, name_parameters, other_names
 from springline.torch.outer import first_state
 from springline.torch.reading import CenterReader
 from springline.torch.resolve import AnyCenter, check_not_wrapped, resolve, warn_of_replicas
@@ -90,6 +90,7 @@ class CenterOptimizer(CenterReader):
             run.rank,
             buffers={name: to_numpy(b) for name, b in buffers.items()},
             allocate=allocator([*parameters.values(), *buffers.values()]),
+            other_names=other_names({**parameters, **buffers}, self._model),
             **self._options,
         )
         if isinstance(center, Collective):
@@ -271,6 +272,7 @@ class CenterOptimizer(CenterReader):
             worker_state.check(self.worker, ours)
         if not worker_state.own_center(self.worker):  # the center decides, and the others' steps
             self.inner.load_state_dict(state)
+            note_loaded()
             return
         if self.worker.background:
             self.worker.background.drop()  # it belongs to what is replaced
