@@ -8,7 +8,7 @@ import tempfile
 
 import pytest
 from launched import wait_for
-from ray.exceptions import ActorDiedError
+from ray.exceptions import RayError
 
 from springline.launch import ray_backend, ray_worker
 from springline.launch.directory import LaunchError
@@ -28,7 +28,7 @@ class Method:
         try:
             return getattr(self._actors.here, self._name)(*arguments)
         except OSError as error:
-            return ActorDiedError(str(error))
+            return RayError(str(error))
 
 
 class Actors:
@@ -48,6 +48,8 @@ class Actors:
         return self
 
     def end(self):
+        if self.here is None:
+            return
         self.here.__ray_shutdown__()
         process = self.here._process
         wait_for(lambda: process is None or process.look() or not process.alive)
@@ -169,10 +171,9 @@ def test_a_worker_whose_actor_was_restarted_is_lost_and_starts_again(on_ray, scr
 
 def test_an_actor_that_is_gone_for_good_is_replaced(on_ray, script):
     worker = on_ray(script("print(1)"))
-    worker.actors.errors.append(ActorDiedError("first line\nWhy it is so."))
+    worker.actors.errors.append(RayError("first line\nWhy it is so."))
     assert ended(worker) is None
     assert worker.describe_end() == "was lost: Why it is so"
-    worker.actors.end()
     assert ended(worker) == 0
 
 

@@ -133,7 +133,7 @@ class RayKeeper(Keeper):
             if (now.incarnation, now.lost) != (before.incarnation, before.lost):
                 text = "%s was restarted: %d exchanges are lost in its part of the center."
                 _log.warning(text, name.capitalize(), now.lost)
-            if now.failed and now.failed != before.failed:
+            if now.failed and not before.failed:  # once, not every time
                 _log.warning("No checkpoint of %s: %s", name, now.failed)
 
     def _retire(self, center: Any) -> None:
