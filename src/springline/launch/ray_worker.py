@@ -197,7 +197,8 @@ class RayWorker(Task):
         self._begin, self._have = (len(self.entry.starts), self._added()), {}
         self._alive, self._killed, self._asked = True, False, None
         self._heard = time.monotonic()
-        self.entry.state, self.entry.exit_code, self.entry.pid = "starting", None, None
+        self.entry.state, self.entry.machine = "starting", None
+        self.entry.pid = self.entry.exit_code = None
 
     def look(self) -> bool:
         """Return whether it has ended since the last look; its entry then has the exit code.
