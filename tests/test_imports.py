@@ -20,7 +20,7 @@ COMMON = {"checks", "errors", "files", "sealed", "signals", "typed"}  # needed e
 FRAMEWORKS = {
     "torch": {"torch", "center/collective"},
     "tensorflow": {"tensorflow"},
-    "ray": {"center/ray", "launch/ray", "launch/worker_actor"},
+    "ray": {"center/ray", "launch/ray"},
 }
 
 

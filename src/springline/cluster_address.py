@@ -2,9 +2,9 @@
 
     SPRINGLINE_ADDRESS    the cluster's, HOST:PORT
     SPRINGLINE_CENTER     the name of the run's center there
+    SPRINGLINE_TOKEN      the center's token: a secret that all its workers share
     SPRINGLINE_SHARDS     how many shards the center has, if that was chosen
     SPRINGLINE_STORAGE    where its shards keep checkpoints, if anywhere
-    SPRINGLINE_TOKEN      the center's token: a secret that all its workers share
     SPRINGLINE_JOIN       1 if there is a center: if it is gone, no new one is made
 
 `springline run --address` sets them. Without it, processes on any machine that reaches the cluster
@@ -43,7 +43,9 @@ class ClusterAddress:
         >>> ClusterAddress.from_environment(here)
         ClusterAddress(address='10.0.0.1:6379', center='digits', shards=4, storage=None, join=False)
         """
-        address, center = (environment.get(f"SPRINGLINE_{k}") for k in ("ADDRESS", "CENTER"))
+        names = "ADDRESS", "CENTER", "TOKEN", "SHARDS", "STORAGE", "JOIN"
+        given = [environment.get(f"SPRINGLINE_{name}", "").strip() for name in names]
+        address, center, token, shards, storage, join = given
         if not address and not center:
             return None
         if not address or not center:
@@ -52,33 +54,20 @@ class ClusterAddress:
                 "cluster and the name of the run's center there. Received: "
                 f"SPRINGLINE_ADDRESS={address!r}, SPRINGLINE_CENTER={center!r}."
             )
-        token = environment.get("SPRINGLINE_TOKEN", "").strip()
         if not token:
             raise ValueError(
                 f"SPRINGLINE_TOKEN is not set: the secret that all workers of {center!r} share, "
                 "without which nobody joins them. Make one with `openssl rand -hex 32`, and give "
                 "each worker the same. That of a run is in RUN/token."
             )
-        shards = environment.get("SPRINGLINE_SHARDS") or None
-        if shards is not None and not (shards.strip().isdigit() and int(shards)):
+        if shards and not (shards.isdigit() and int(shards)):
             raise ValueError(f"SPRINGLINE_SHARDS must be an integer >= 1. Received: {shards!r}.")
-        storage = environment.get("SPRINGLINE_STORAGE") or None
-        join = environment.get("SPRINGLINE_JOIN") == "1"
-        return cls(address, center, token, int(shards) if shards else None, storage, join)
+        return cls(address, center, token, int(shards or 0) or None, storage or None, join == "1")
 
     def environment(self) -> dict[str, str]:
         """Return the environment in which a worker finds this."""
-        values = {
-            "ADDRESS": self.address,
-            "CENTER": self.center,
-            "TOKEN": self.token,
-            "SHARDS": self.shards,
-            "STORAGE": self.storage,
-            "JOIN": 1 if self.join else None,
-        }
-        return {
-            f"SPRINGLINE_{key}": str(value) for key, value in values.items() if value is not None
-        }
+        values = {**vars(self), "join": int(self.join)}
+        return {f"SPRINGLINE_{k.upper()}": str(v) for k, v in values.items() if v}
 
     def create_or_join(
         self, layout: Layout, rule: Rule, values: Mapping[str, Any], use_locking: bool
@@ -86,36 +75,22 @@ class ClusterAddress:
         """Open the run's center; the first worker makes it."""
         from springline.center.ray import RayCenter  # Ray may not be installed
 
-        return RayCenter.create_or_join(
-            self.center,
-            layout,
-            rule,
-            values,
-            use_locking=use_locking,
-            address=self.address,
-            shards=self.shards,
-            storage=self.storage,
-            join=self.join,
-            token=self.token,
-        )
+        given = {name: value for name, value in vars(self).items() if name != "center"}
+        about = self.center, layout, rule, values
+        return RayCenter.create_or_join(*about, use_locking=use_locking, **given)
 
     def steps(self) -> list[int]:
         """Return how far each rank has come; nothing before there is a center."""
         from springline.center.ray import RayCenter
+        from springline.center.remote.storage import Storage
 
         try:
             with RayCenter.open(self.center, self.address, token=self.token) as center:
                 return [rank.steps for rank in center.progress()]
         except TokenError:
             raise
-        except CenterError:
-            return self._saved_steps()
-
-    def _saved_steps(self) -> list[int]:
-        """Return what the first shard has written down: all shards know all ranks."""
-        from springline.center.remote.storage import Storage
-
-        saved = Storage(self.storage).read("shard-0") if self.storage else None
+        except CenterError:  # all shards know all ranks, and have written that down
+            saved = Storage(self.storage).read("shard-0") if self.storage else None
         rows = saved[0]["rows"] if saved else {}
         ranks = range(max(map(int, rows), default=-1) + 1)
         return [int(rows[str(rank)][2]) if str(rank) in rows else 0 for rank in ranks]

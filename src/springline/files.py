@@ -54,6 +54,18 @@ def write_text(path: Path, text: str | bytes) -> None:
     replace(path, lambda file: file.write(text.encode() if isinstance(text, str) else text))
 
 
+def open_to_append(path: Path) -> int:
+    """Open a file, made if need be, for its owner only; no link."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+    return os.open(path, flags | getattr(os, "O_CLOEXEC", 0), 0o600)
+
+
+def append(path: Path, data: bytes) -> None:
+    """Append to a file in one write, so that lines of several writers stay whole."""
+    with open(open_to_append(path), "wb") as file:
+        file.write(data)
+
+
 @contextlib.contextmanager
 def open_regular(path: Path, own: bool = False) -> Iterator[BinaryIO]:
     """Open a file to read: no link, no pipe that one would wait at, no directory.

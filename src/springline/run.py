@@ -34,7 +34,7 @@ from springline.center.checkpoint import describe, newest
 from springline.center.shared import CHECKPOINT_NAME
 from springline.cluster_address import ClusterAddress
 from springline.errors import DamagedError
-from springline.files import can_do_without, write_text
+from springline.files import append, can_do_without, write_text
 from springline.launch_state import LaunchState
 
 REPORT, WARNINGS, FROM = "report.txt", "warnings", "SPRINGLINE_FROM"
@@ -151,7 +151,7 @@ class Run:
             return
         folder = _folder(self.directory, "metrics")
         line = {"time": time.time(), "step": step, **plain}
-        _add_line(folder / f"rank-{self.rank}.jsonl", json.dumps(line))
+        append(folder / f"rank-{self.rank}.jsonl", f"{json.dumps(line)}\n".encode())
 
 
 _alone = {"stop": False}
@@ -194,7 +194,8 @@ class ToLauncher(logging.Handler):
         with contextlib.suppress(OSError):  # a full disk costs no worker
             if run.directory:
                 folder = _folder(run.directory, WARNINGS)
-                _add_line(folder / f"rank-{run.rank}.txt", " ".join(record.getMessage().split()))
+                line = " ".join(record.getMessage().split())
+                append(folder / f"rank-{run.rank}.txt", f"{line}\n".encode())
         others = [*logging.getLogger().handlers, *logging.getLogger("springline").handlers]
         if all(handler is self for handler in others) and logging.lastResort:  # as without us
             logging.lastResort.handle(record)
@@ -206,15 +207,6 @@ def _folder(directory: Path, name: str) -> Path:
     folder.mkdir(mode=0o700, parents=directory not in _seen, exist_ok=True)
     _seen.add(directory)
     return folder
-
-
-def _add_line(path: Path, line: str) -> None:
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-    fd = os.open(path, flags | getattr(os, "O_CLOEXEC", 0), 0o600)
-    try:
-        os.write(fd, f"{line}\n".encode())  # one write: lines stay whole
-    finally:
-        os.close(fd)
 
 
 def _parent() -> str:

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -128,17 +127,6 @@ def test_without_ray_the_extra_is_named(command, tmp_path):
     assert refused.output.count("\n") == 1
 
 
-def test_what_does_not_fit_on_the_cluster_is_refused_before_any_work(command, cluster, tmp_path):
-    refused = command("run", "--address", "auto", "--workers", 3, "--cpus", 1.5, TRAINING)
-    assert refused.process.returncode == 2
-    sentence = (
-        "springline: 3 workers with 1.5 CPUs each do not fit on the cluster, which has 4 CPUs and "
-        "0 GPUs."
-    )
-    assert sentence in refused.output
-    assert not (tmp_path / "runs").exists()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["average", "agn"])
 def test_ctrl_c_saves_the_center_and_the_run_goes_on(train, command, run, rule):
@@ -166,6 +154,21 @@ def begun(run, rank):
     """At which steps the incarnations of a worker began."""
     lines = (run.path / "metrics" / f"rank-{rank}.jsonl").read_text().splitlines()
     return [line["step"] for line in map(json.loads, lines) if line.keys() == {"time", "step"}]
+
+
+@pytest.mark.slow
+def test_an_actor_that_is_killed_is_restarted_by_ray_and_its_worker_by_the_launcher(train, run):
+    running = train("elastic", 200, 0.05)
+    wait_for(lambda: run.at_work(4), PATIENCE)
+    reached, lost = run.steps()[1], run.running(1)
+    actor = int(Path(f"/proc/{lost}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(actor, signal.SIGKILL)
+    wait_for(lambda: not alive(lost), PATIENCE)
+    wait_for(lambda: run.further(1, reached) and run.running(1) != lost, PATIENCE)
+    assert running.wait(PATIENCE) == 0, running.output
+    found = r"Worker 1 was lost on .*: its actor or its machine died; restart 1 of 3\."
+    assert re.search(found, running.output)
+    assert re.findall(r"rank 1, start \d", run.log(1)) == ["rank 1, start 1", "rank 1, start 2"]
 
 
 @pytest.mark.slow
@@ -327,6 +330,7 @@ def test_torch_leaves_the_whole_model(command, cluster, run, script):
         "    opt.zero_grad()\n"
         "    model(torch.ones(4, 3) + torch.rand(4, 3)).sum().backward()\n"
         "    opt.step()\n"
+        "print('in', springline.directory())\n"
     )
     words = ["--address", "auto", "--workers", 2, "--run", run.path, "--center-shards", 1]
     ran = command("run", *words, path)
@@ -335,6 +339,5 @@ def test_torch_leaves_the_whole_model(command, cluster, run, script):
     center = load_file(run.path / "center.safetensors")
     assert "1.num_batches_tracked" in center  # which no center holds
     assert len(center) == 7
-    wait_for(
-        lambda: not [*Path(tempfile.gettempdir()).glob(f"springline-{center_name(run.path)}-*")]
-    )
+    (directory,) = re.findall("^in (.*)$", run.log(0), re.MULTILINE)
+    wait_for(lambda: not Path(directory).exists())

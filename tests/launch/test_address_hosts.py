@@ -77,12 +77,11 @@ def test_a_machine_without_the_script_is_named(start, hide, three, tmp_path):
     script = project / "main.py"
     script.write_text("import time; time.sleep(1000)")
     hide(2, project)
-    command = start(script)
+    command = start("--max-restarts", 1, script)
     assert command.wait(PATIENCE) == 1
-    assert f"The script {script}, to be run from /, is not on " in command.output
+    assert f"was lost: FileNotFoundError: {script} is not on " in command.output
     assert f"({three[2].address}), or cannot be read there." in command.output
-    assert "`--working-dir DIR`" in command.output
-    assert "restart" not in command.output
+    assert "`--working-dir DIR`; restart 1 of 1" in command.output
 
 
 def test_a_machine_that_does_not_see_the_storage_is_named(start, hide, three, run, tmp_path):

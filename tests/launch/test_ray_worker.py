@@ -7,22 +7,13 @@ import signal
 import tempfile
 
 import pytest
-from clustered import PLAN
 from launched import wait_for
-from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.exceptions import RayError
 
-from springline.cluster_address import ClusterAddress
-from springline.launch import ray_backend, ray_worker, worker_actor
+from springline.launch import ray_backend, ray_worker
 from springline.launch.directory import LaunchError
-from springline.launch.ray_worker import RayWorker
+from springline.launch.ray_worker import News, RayWorker, WorkerActor
 from springline.launch.request import ClusterRequest
-from springline.launch.worker_actor import Assignment, FilePart, WorkerActor
-from springline.launch_state import CenterStatus
-
-
-def assignment(script, directory, **environment):
-    cluster = ClusterAddress("127.0.0.1:1", "digits", "token")
-    return Assignment([str(script)], str(directory), 0, 1, cluster, environment)
 
 
 class Method:
@@ -36,8 +27,8 @@ class Method:
             return self._actors.errors.pop(0)
         try:
             return getattr(self._actors.here, self._name)(*arguments)
-        except Exception as error:
-            return error
+        except OSError as error:
+            return RayError(str(error))
 
 
 class Actors:
@@ -46,30 +37,33 @@ class Actors:
     Attributes:
         here: the actor.
         errors: what the next calls raise instead of being made.
+        answers: whether calls are answered.
     """
 
-    def __init__(self, given):
-        self.given, self.errors = given, []
-        self.here = WorkerActor(given)
+    def __init__(self, create):
+        self.create, self.errors, self.here, self.answers = create, [], None, True
+
+    def __call__(self):
+        self.here = self.create()
+        return self
 
     def end(self):
+        if self.here is None:
+            return
         self.here.__ray_shutdown__()
         process = self.here._process
         wait_for(lambda: process is None or process.look() or not process.alive)
 
-    def remote(self, given):  # of a class as well as of its options
-        if isinstance(given, Assignment):
-            self.here = WorkerActor(given)
-        return self
-
-    def options(self):
-        return self
+    def restart(self):
+        """Do what Ray does with an actor that has died."""
+        self.end()
+        self()
 
     def __getattr__(self, name):
         return Method(self, name)
 
     def wait(self, refs, timeout):
-        return refs, []
+        return (refs, []) if self.answers else ([], refs)
 
     def get(self, ref):
         if isinstance(ref, Exception):
@@ -83,22 +77,23 @@ class Actors:
 @pytest.fixture
 def on_ray(tmp_path, monkeypatch):
     """`on_ray(text)` makes a worker of a script; its actor is `worker.actors.here`."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(worker_actor.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
-    monkeypatch.setattr(worker_actor, "_POLL", 0.05)
-    monkeypatch.setattr(ray_worker, "_AGAIN", 0.0)
+    (tmp_path / "machine").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "machine"))
+    monkeypatch.setattr(ray_worker.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(ray_worker, "_EVERY", 0.05)
     made = []
 
-    def on_ray(script, directory=tmp_path, **environment):
-        given = assignment(script, directory, **environment)
-        actors = Actors(given)
+    def on_ray(script, **added):
+        actors = Actors(lambda: WorkerActor([str(script)], str(tmp_path), 0, 1))
         monkeypatch.setattr(ray_worker, "ray", actors)
         (tmp_path / "run").mkdir(exist_ok=True)
-        worker = RayWorker(given, tmp_path / "run", {})
-        worker._actor = worker.actors = actors
+        worker = RayWorker(tmp_path / "run", 0, actors, lambda: added)
+        worker.actors = actors
+        actors.util = ray_worker_util
         made.append(actors)
         return worker
 
+    ray_worker_util = ray_worker.ray.util
     yield on_ray
     for actors in made:
         with contextlib.suppress(OSError):  # it has ended before
@@ -143,28 +138,30 @@ def test_what_a_worker_writes_comes_to_the_run_directory(on_ray, script, tmp_pat
     log = (run / "logs" / "rank-0.log").read_text()
     assert log.count("--- rank 0, start ") == log.count("in ") == log.count("well") == 2
     worker.actors.end()
-    assert [path.name for path in own.iterdir()] == ["own"]
+    assert (own / "own").exists()
 
 
-def test_a_call_that_is_lost_is_made_again(on_ray, script, tmp_path):
-    worker = on_ray(script("print(1)\nprint(2)"))
+def test_a_call_that_is_retried_changes_nothing(on_ray, script):
+    worker = on_ray(script("print(1)"))
     worker.start()
-    for _ in range(3):
-        worker.actors.errors.append(ActorUnavailableError("away", b"0" * 16))
-    wait_for(worker.look)
-    assert worker.entry.exit_code == 0
-    assert (tmp_path / "run" / "logs" / "rank-0.log").read_text().endswith("---\n1\n2\n")
+    actor, start = worker.actors.here, worker._begin
+    first = actor.poll(start, {}, False)
+    assert actor.poll(start, {}, False).pid in (first.pid, None)
+    wait_for(lambda: actor.poll(None, {}, False).code == 0)
+    mark, log = actor.poll(None, {}, False).files["logs/rank-0.log"]
+    assert log.endswith(b"---\n1\n")
+    assert actor.poll(None, {"logs/rank-0.log": mark}, False) == News(actor._machine, code=0)
 
 
-def test_a_worker_whose_actor_has_died_is_lost_and_starts_with_another(on_ray, script, tmp_path):
+def test_a_worker_whose_actor_was_restarted_is_lost_and_starts_again(on_ray, script, tmp_path):
     worker = on_ray(script("import time; print('here', flush=True); time.sleep(1000)"))
     worker.start()
     log = tmp_path / "run" / "logs" / "rank-0.log"
     wait_for(lambda: not worker.look() and log.exists() and "here" in log.read_text())
-    worker.actors.errors.append(ActorDiedError())
+    worker.actors.restart()
     wait_for(worker.look)
     assert worker.entry.exit_code is None
-    assert worker.describe_end().endswith(": its actor or its machine died")
+    assert worker.describe_end().endswith(" (127.0.0.1): its actor or its machine died")
     worker.start()
     wait_for(lambda: not worker.look() and log.read_text().count("here") == 2)
     worker.send(signal.SIGINT)
@@ -172,31 +169,21 @@ def test_a_worker_whose_actor_has_died_is_lost_and_starts_with_another(on_ray, s
     assert worker.entry.exit_code == -signal.SIGINT
 
 
-def test_an_actor_that_cannot_be_made_ends_the_run(on_ray, script):
+def test_an_actor_that_is_gone_for_good_is_replaced(on_ray, script):
     worker = on_ray(script("print(1)"))
-    worker.actors.errors.append(ActorDiedError())
-    worker.start()
-    wait_for(worker.look)
-    assert worker.refused.startswith("Worker 0 cannot start: ")
+    worker.actors.errors.append(RayError("first line\nWhy it is so."))
+    assert ended(worker) is None
+    assert worker.describe_end() == "was lost: Why it is so"
+    assert ended(worker) == 0
 
 
 def test_a_machine_without_the_script_is_named(on_ray, script, tmp_path):
     path = tmp_path / "late.py"
     worker = on_ray(path)
     assert ended(worker) is None
-    assert f"The script {path}, to be run from {tmp_path}, is not on " in worker.refused
-    assert worker.last_words() == ""
+    assert f"was lost: {path} is not on " in worker.describe_end()
     path.write_text("print(1)")
     assert ended(worker) == 0
-
-
-@pytest.mark.parametrize("made", [False, True])
-def test_a_worker_makes_no_center_when_the_run_has_had_one(on_ray, script, tmp_path, made):
-    path = script("import os, sys; sys.exit(7 if 'SPRINGLINE_JOIN' in os.environ else 0)")
-    worker = on_ray(path)
-    if made:
-        CenterStatus(PLAN, 0, [], []).write(tmp_path / "run" / "center")
-    assert ended(worker) == (7 if made else 0)
 
 
 def test_a_worker_asks_all_to_stop_and_is_asked(on_ray, script, tmp_path):
@@ -230,7 +217,7 @@ def test_a_worker_has_ended_though_what_it_has_left_running_prints_on(on_ray, sc
 @pytest.mark.parametrize("name", ["/etc/passwd", "../escaped", "launch.json", "logs/rank-1.log"])
 def test_only_a_workers_own_files_are_written(on_ray, script, tmp_path, name):
     worker = on_ray(script("print(1)"))
-    worker._write(FilePart(name, (0, 7), b"written"))
+    worker._hear(News("machine", pid=1, files={name: (7, b"written")}))
     assert list((tmp_path / "run").iterdir()) == []
     assert not (tmp_path / "escaped").exists()
 
@@ -242,48 +229,27 @@ def test_a_full_disk_costs_output_and_no_worker(on_ray, script, tmp_path, caplog
     assert caplog.messages[0].startswith("Some of what worker 0 has written is lost: ")
 
 
-def test_what_a_killed_worker_has_left_is_removed_when_it_starts_again(on_ray, script, tmp_path):
-    left = on_ray(script("print(1)")).actors.here._directory
-    assert left.parent == tmp_path
-    (left / "logs").mkdir()
-    (left / "logs" / "rank-0.log").write_text("of one that was killed")
-    worker = on_ray(script("print(2)"))
-    assert ended(worker) == 0
-    assert "killed" not in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
-    worker.actors.end()
-    assert not left.exists()
-
-
-def test_a_directory_of_somebody_else_is_not_used(on_ray, script, tmp_path):
-    directory = on_ray(script("print(1)")).actors.here._directory
-    directory.rmdir()
-    (tmp_path / "elsewhere").mkdir()
-    directory.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(PermissionError, match="belongs to somebody else"):
-        on_ray(script("print(1)"))
-    directory.unlink()
-
-
-def test_a_worker_whose_actor_does_not_answer_waits(on_ray, script):
+def test_a_killed_worker_whose_actor_does_not_answer_is_given_up(on_ray, script, monkeypatch):
     worker = on_ray(script("import time; time.sleep(1000)"))
     worker.start()
     wait_for(lambda: not worker.look() and worker.entry.pid)
+    worker.actors.answers = False
     heard = worker.waits
-    worker.actors.errors += [ActorUnavailableError("away", b"0" * 16)] * 3
-    wait_for(lambda: not worker.look() and not worker.actors.errors)
-    waited = worker.waits
-    assert waited > heard
-    wait_for(lambda: not worker.look() and worker.waits < waited)
+    wait_for(lambda: not worker.look() and worker.waits > heard + 0.1)
+    monkeypatch.setattr(ray_worker, "_PATIENCE", 0.0)
+    assert not worker.look()
+    worker.kill()
+    assert worker.look()
+    assert worker.describe_end().endswith("it did not end")
 
 
 def test_only_what_was_asked_for_is_sent_along(monkeypatch):
     monkeypatch.setenv("WANTED", "1")
     monkeypatch.setenv("SECRET", "2")
     assert ray_backend.environment(["WANTED"]) == {"WANTED": "1"}
-    with pytest.raises(LaunchError, match=r"variable ABSENT \(`--env`\), but it is not set here"):
-        ray_backend.environment(["WANTED", "ABSENT"])
-    with pytest.raises(LaunchError, match=r"takes a name, without a value. Received: WANTED=2\."):
-        ray_backend.environment(["WANTED=2"])
+    for name in ("ABSENT", "WANTED=2"):
+        with pytest.raises(LaunchError, match=rf"that is set here, .* Received: {name}\."):
+            ray_backend.environment(["WANTED", name])
 
 
 def test_an_actor_asks_for_something_or_ray_would_not_spread_them():

@@ -87,8 +87,8 @@ def test_a_worker_finds_the_cluster_in_its_environment():
 @pytest.mark.parametrize(
     ("told", "sentence"),
     [
-        ({"SPRINGLINE_CENTER": "digits"}, "SPRINGLINE_ADDRESS=None"),
-        ({"SPRINGLINE_ADDRESS": "auto"}, "SPRINGLINE_CENTER=None"),
+        ({"SPRINGLINE_CENTER": "digits"}, "SPRINGLINE_ADDRESS=''"),
+        ({"SPRINGLINE_ADDRESS": "auto"}, "SPRINGLINE_CENTER=''"),
         (
             {"SPRINGLINE_ADDRESS": "a", "SPRINGLINE_CENTER": "b"},
             r"SPRINGLINE_TOKEN is not set: .* workers of 'b' .*`openssl rand -hex 32`",

@@ -74,10 +74,6 @@ class Keeper:
                 self._say(f"The center goes on from {saved}, version {describe(saved).version}.")
         self._thread.start()
 
-    def end(self) -> None:
-        """Stop saving; returns at once."""
-        self._stop.set()
-
     def finish(self, hurried: Callable[[], bool] = lambda: False) -> Path | None:
         """Write `RUN/center.safetensors` and free the center's memory, when all workers are gone.
 

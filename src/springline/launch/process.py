@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from springline.center.waiting import is_stopped
+from springline.files import open_to_append
 from springline.launch import guard as guards
 from springline.launch_state import WorkerEntry
 from springline.run import WARNINGS
@@ -165,8 +166,7 @@ class WorkerProcess(Task):
     def start(self) -> None:
         """Start it, in a session of its own: the terminal's Ctrl-C goes to the launcher alone."""
         self.log.parent.mkdir(mode=0o700, exist_ok=True)
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        output = os.open(self.log, flags, 0o600)
+        output = open_to_append(self.log)
         try:
             self.entry.starts.append(time.time())
             os.write(output, self.first_line().encode())

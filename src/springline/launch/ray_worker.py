@@ -1,8 +1,9 @@
-"""One worker of a run on a Ray cluster: the launcher's end of its actor.
+"""One worker of a run on a Ray cluster: an actor that runs the script as a process of its machine.
 
-An actor runs the script on its machine, across restarts; where the actor dies, the next start
-creates another, wherever Ray has room. The launcher polls it with one idempotent call: each start
-has a number, and the call carries how much of the worker's files the launcher has.
+The process has a directory of its own there. The launcher polls the actor with one idempotent call
+that starts the script and returns what is new in that directory. Ray restarts an actor that dies,
+on another machine if need be; the new one knows of no process, and the launcher starts the script
+again. The process ends with its actor, and the actor with the launcher.
 """
 
 from __future__ import annotations
@@ -10,49 +11,172 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
+import socket
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayError
+from ray.exceptions import RayError
 
-from springline.files import write_text
+from springline.center.extras import NAME as EXTRAS
+from springline.files import append, write_text
 from springline.launch.directory import CENTER
-from springline.launch.process import Task
-from springline.launch.worker_actor import (
-    Assignment,
-    FilePart,
-    News,
-    Start,
-    Version,
-    WorkerActor,
-)
-from springline.launch_state import CenterStatus
-from springline.run import Run
+from springline.launch.process import Task, WorkerProcess, environment
+from springline.run import REPORT, WARNINGS, Run
 
 _log = logging.getLogger("springline")
-_AGAIN = 0.5  # seconds before an actor that is unavailable is polled again
+_EVERY = 0.3  # seconds between two polls
 _PATIENCE = 5.0  # seconds without an answer after which a killed worker's actor is killed, too
 
 
-class RayWorker(Task):
-    """One rank of a run on a cluster, over all its starts."""
+def files_of(rank: int) -> dict[str, bool]:
+    """Return what a run needs of what a worker writes: whether it grows, or is replaced."""
+    growing = f"logs/rank-{rank}.log", f"metrics/rank-{rank}.jsonl", f"{WARNINGS}/rank-{rank}.txt"
+    replaced = "total", REPORT, f"{CENTER}/{EXTRAS}"
+    return {**dict.fromkeys(growing, True), **dict.fromkeys(replaced, False)}
 
-    def __init__(self, assignment: Assignment, directory: Path, options: Mapping[str, Any]) -> None:
-        super().__init__(directory, assignment.rank)
-        self._assignment = assignment
+
+@dataclass(frozen=True)
+class News:
+    """What an actor answers to a poll."""
+
+    machine: str
+    pid: int | None = None  # None if the script has ended, or the actor does not know of it
+    code: int | None = None  # its exit code
+    stopping: bool = False  # whether all workers are to stop
+    # Of each file that has changed: a mark for the next poll, and what is new at its end, or all.
+    files: Mapping[str, tuple[int, bytes]] = field(default_factory=dict)
+    left: str | None = None  # where the script has left files of its own
+
+
+class WorkerActor:
+    """Runs one worker on this machine, across restarts of the script.
+
+    Args:
+        command: what follows `python`: the script or `-m`, and so on.
+        folder: where it is run; None for where Ray has copied the working directory.
+        rank: the worker's.
+        workers: how many there are.
+    """
+
+    def __init__(self, command: list[str], folder: str | None, rank: int, workers: int) -> None:
+        self._command, self._folder = command, Path(folder or Path.cwd())
+        self._rank, self._workers = rank, workers
+        self._files = files_of(rank)
+        self._directory = Path(tempfile.mkdtemp(prefix="springline-"))
+        util: Any = ray.util
+        self._machine = f"{socket.gethostname()} ({util.get_node_ip_address()})"
+        self._number = 0  # of the last start
+        self._process: WorkerProcess | None = None
+
+    def poll(
+        self, start: tuple[int, Mapping[str, str]] | None, have: Mapping[str, int], stopping: bool
+    ) -> News:
+        """Start the script, if this start is new; return what is new.
+
+        All that the worker has written is in the answer that reports its end.
+
+        Args:
+            start: its number, and additions to the environment; None once it is known to be made.
+            have: the mark of each file that the launcher has got.
+            stopping: whether all workers have been asked to stop.
+        """
+        if start and start[0] != self._number:
+            self._start(*start)
+        if self._process is None:
+            return News(self._machine)
+        run = Run(self._directory)
+        if stopping:
+            run.stop()
+        self._process.look()
+        entry, files = self._process.entry, dict(self._changed(have))
+        left = self._left() if entry.pid is None else None
+        return News(self._machine, entry.pid, entry.exit_code, run.stopping(), files, left)
+
+    def send(self, number: int) -> None:
+        """Send the process a signal; SIGKILL to all that it has started, too."""
+        if self._process and number == signal.SIGKILL:
+            self._process.kill()
+        elif self._process:
+            self._process.send(signal.Signals(number))
+
+    def __ray_shutdown__(self) -> None:
+        """Remove the directory, unless there are files of the script's own."""
+        self.send(signal.SIGKILL)
+        if not self._left():
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _start(self, number: int, added: Mapping[str, str]) -> None:
+        script = self._folder / self._command[0]
+        there = self._command[0] == "-m" or (script.is_file() and os.access(script, os.R_OK))
+        if not there:
+            raise FileNotFoundError(
+                f"{script} is not on {self._machine}, or cannot be read there. Keep the script in "
+                "a directory that all machines see, or copy it to them with `--working-dir DIR`"
+            )
+        for name in (name for name, grows in self._files.items() if grows):
+            (self._directory / name).unlink(missing_ok=True)  # the launcher has it
+        ours = environment({**os.environ, **added}, self._directory, self._rank, self._workers)
+        for name in ("RAY_JOB_ID", "RAY_RAYLET_PID"):  # the actor's, not the script's
+            ours.pop(name, None)
+        where = str(self._folder)
+        process = WorkerProcess(self._command, self._directory, self._rank, ours, cwd=where)
+        process.entry.starts = [0.0] * (number - 1)
+        process.start()
+        self._process, self._number = process, number
+
+    def _left(self) -> str | None:
+        """Return where the script has left files of its own, if it has."""
+        ours = {self._directory / name for name in (*self._files, "stop")}
+        others = any(path not in ours for path in self._directory.rglob("*") if path.is_file())
+        return f"{self._directory} on {self._machine}" if others else None
+
+    def _changed(self, have: Mapping[str, int]) -> Iterator[tuple[str, tuple[int, bytes]]]:
+        """Yield what the launcher does not have yet."""
+        for name, grows in self._files.items():
+            with (
+                contextlib.suppress(OSError),  # it is not there yet
+                (self._directory / name).open("rb") as file,
+            ):
+                known = have.get(name, 0)
+                file.seek(known if grows else 0)
+                data, replaced = file.read(), os.fstat(file.fileno()).st_mtime_ns
+                mark = file.tell() if grows else replaced
+                if mark != known:
+                    yield name, (mark, data)
+
+
+class RayWorker(Task):
+    """One rank of a run on a cluster, over all its starts: the launcher's end of its actor.
+
+    Args:
+        directory: the run's.
+        rank: the worker's.
+        create: creates its actor.
+        added: returns what a start adds to the environment of the machine that it is on.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        rank: int,
+        create: Callable[[], Any],
+        added: Callable[[], dict[str, str]],
+    ) -> None:
+        super().__init__(directory, rank)
         self._directory = directory
-        self._options = dict(options)
+        self._create, self._added = create, added
         self._actor: Any = None
         self._asked: Any = None  # the answer to come
-        self._ask_at = 0.0
-        self._met = False  # whether an actor has ever answered
-        self._have: dict[str, Version] = {}  # what we have of each file
-        self._start = Start(0, [], False)
-        self._alive = self._begun = self._killed = False
+        self._begin: tuple[int, dict[str, str]] | None = None  # a start that has no answer yet
+        self._have: dict[str, int] = {}
+        self._alive = self._killed = False
         self._away = ""  # why it was lost
         self._heard = 0.0  # when its actor last answered, or it was started
 
@@ -69,14 +193,13 @@ class RayWorker(Task):
     def start(self) -> None:
         """Start it through its actor, which is created if there is none."""
         if self._actor is None:
-            make = ray.remote(WorkerActor).options(**self._options)
-            self._actor, self._have = make.remote(self._assignment), {}
-        made = CenterStatus.read(self._directory / CENTER) is not None
-        self._start = Start(self._start.number + 1, [*self.entry.starts], made)
-        self._alive, self._begun, self._killed, self._away = True, False, False, ""
-        self._asked, self._ask_at, self._heard = None, 0.0, time.monotonic()
-        self.entry.state, self.entry.exit_code, self.entry.pid = "starting", None, None
+            self._actor = self._create()
         self.entry.starts.append(time.time())
+        self._begin, self._have = (len(self.entry.starts), self._added()), {}
+        self._alive, self._killed, self._asked = True, False, None
+        self._heard = time.monotonic()
+        self.entry.state, self.entry.machine = "starting", None
+        self.entry.pid = self.entry.exit_code = None
 
     def look(self) -> bool:
         """Return whether it has ended since the last look; its entry then has the exit code.
@@ -86,30 +209,25 @@ class RayWorker(Task):
         """
         if not self._alive:
             return False
-        if self._killed and (not self._begun or self.waits > _PATIENCE):
-            return self._lose("it did not end")
-        if self._asked is None:
-            if time.monotonic() >= self._ask_at:
-                start = None if self._begun else self._start
-                stopping = Run(self._directory).stopping()
-                self._asked = self._actor.look.remote(start, self._have, stopping)
-            return False
-        if not ray.wait([self._asked], timeout=0)[0]:
-            return False
-        asked, self._asked = self._asked, None
         try:
+            if self._killed and (self._begin or self.waits > _PATIENCE):
+                ray.kill(self._actor)
+                return self._lose(TimeoutError("it did not end"))
+            if self._asked is None:
+                if self._begin or self.waits > _EVERY:
+                    stopping = Run(self._directory).stopping()
+                    self._asked = self._actor.poll.remote(self._begin, self._have, stopping)
+                return False
+            if not ray.wait([self._asked], timeout=0)[0]:
+                return False
+            asked, self._asked = self._asked, None
             return self._hear(ray.get(asked))
-        except ActorUnavailableError:  # it may answer again
-            self._ask_at = time.monotonic() + _AGAIN
-            return False
         except RayError as error:
-            if not self._met:
-                return self._refuse(f"{self.name.capitalize()} cannot start: {_last_line(error)}.")
-            return self._lose("its actor or its machine died")
+            return self._lose(error)
 
     def send(self, number: signal.Signals) -> None:
         """Send it a signal."""
-        if self._alive and self._begun:
+        if self._alive and not self._begin:
             self._actor.send.remote(int(number))
         else:
             self._killed = True  # there is no process yet
@@ -129,58 +247,36 @@ class RayWorker(Task):
             return super().describe_end()
         return f"was lost{f' on {self.entry.machine}' if self.entry.machine else ''}: {self._away}"
 
-    def last_words(self) -> str:
-        """Return its last line; nothing if the script was not started this time."""
-        return super().last_words() if self._begun else ""
-
     def _hear(self, news: News) -> bool:
-        self._heard, self._met, self.entry.machine = time.monotonic(), True, news.machine
-        if news.refused:
-            return self._refuse(news.refused)
-        if not self._begun:
-            self._begun, self.entry.pid, self.entry.state = True, news.pid, "running"
-        for part in news.parts:
-            self._write(part)
+        self._heard = time.monotonic()
+        if news.pid is None and news.code is None:
+            return self._end(None, "its actor or its machine died")  # Ray has restarted the actor
+        self._begin, self.entry.machine = None, news.machine
+        self.entry.pid, self.entry.state = news.pid, "running"
+        for name, grows in files_of(self.entry.rank).items():
+            if name in news.files:
+                self._have[name], data = news.files[name]
+                self._write(self._directory / name, data, grows)
         if news.stopping:
             Run(self._directory).stop()
-        if news.ended:
-            if news.left:
-                _log.warning("%s has left files in %s.", self.name.capitalize(), news.left)
-            return self._end(news.code)
-        if self._killed:
-            self.kill()  # the first one may have been lost
-        return False
+        if news.left:
+            _log.warning("%s has left files in %s.", self.name.capitalize(), news.left)
+        return news.pid is None and self._end(news.code)
 
-    def _end(self, code: int | None) -> bool:
-        self.entry.exit_code, self.entry.pid, self._alive = code, None, False
+    def _end(self, code: int | None, why: str = "") -> bool:
+        self.entry.exit_code, self.entry.pid, self._alive, self._away = code, None, False, why
         return True
 
-    def _refuse(self, reason: str) -> bool:
-        self.refused = reason
-        return self._end(None)
+    def _lose(self, error: Exception) -> bool:
+        """Drop the actor; the next start creates another."""
+        self.release()
+        return self._end(None, _last_line(error))
 
-    def _lose(self, reason: str) -> bool:
-        """Kill the actor; the next start creates another."""
-        with contextlib.suppress(RayError):
-            ray.kill(self._actor)
-        self._actor = self._asked = None
-        self._away = reason
-        return self._end(None)
-
-    def _write(self, part: FilePart) -> None:
-        """Write new bytes of a file; what cannot be written is skipped with a warning."""
-        self._have[part.name] = part.version
-        path = self._directory / part.name
-        if part.name not in self._assignment.files:
-            return
+    def _write(self, path: Path, data: bytes, grows: bool) -> None:
+        """Write what is new of a file; what cannot be written is skipped with a warning."""
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if part.name not in self._assignment.growing:
-                write_text(path, part.data)
-            else:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_APPEND
-                with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
-                    file.write(part.data)
+            append(path, data) if grows else write_text(path, data)
         except OSError as error:
             _log.warning("Some of what %s has written is lost: %s", self.name, error)
 

@@ -51,13 +51,11 @@ class Trouble:
         incarnation: another one after every restart.
         failed: why its last checkpoint could not be written, if it could not.
         lost: exchanges that it had applied and lost in a restart.
-        as_of: when it had applied the last that it still has, in seconds since 1970.
     """
 
     incarnation: str
     failed: str | None
     lost: int
-    as_of: float
 
 
 @dataclass(frozen=True)

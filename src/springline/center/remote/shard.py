@@ -13,7 +13,6 @@ one: what it had applied since then is lost, and what workers retry is applied a
 from __future__ import annotations
 
 import threading
-import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
@@ -94,7 +93,6 @@ class Shard:
         ]
         self._ready = False
         self.incarnation = uuid.uuid4().hex
-        self._as_of = self._back_to = time.time()  # the last exchange; the last before the restart
         self._ledger = Ledger()
         self._replies = Replies(kept(len(self._center)))
         self._slots = Slots()
@@ -241,7 +239,7 @@ class Shard:
         """Return what the launcher should report."""
         failed = self._checkpoints.failed if self._checkpoints else None
         lost = 0 if self.plan.rounds else self._ledger.lost  # rounds are made again
-        return Trouble(self.incarnation, failed, lost, self._back_to)
+        return Trouble(self.incarnation, failed, lost)
 
     def _collect(self) -> Saved:
         """Return what a checkpoint holds: center, state and rows of one moment."""
@@ -250,7 +248,6 @@ class Shard:
                 "span": [self._start, self._stop],
                 "round": self._slots.reduced,
                 "rows": self._ledger.to_json(),
-                "time": self._as_of,
             }
             return header, {"center": self._center.copy(), "state": self._state.copy()}
 
@@ -288,7 +285,6 @@ class Shard:
 
     def _note(self, sender: Sender) -> None:
         self._ledger.note(sender)
-        self._as_of = time.time()
         if self._checkpoints:
             self._checkpoints.count()
 
@@ -315,5 +311,4 @@ class Shard:
         done = sum(row.exchanges for row in rows.values())
         self._others = {(r, row.incarnation): done - row.exchanges for r, row in rows.items()}
         self._slots = Slots(header["round"])
-        self._as_of = self._back_to = header["time"]
         self._ready = True
