@@ -79,7 +79,7 @@ class Springline(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse what cannot be one worker of many; let the Trainer know its rank."""
-        strategy = trainer.strategy
+        strategy: Any = trainer.strategy
         if type(strategy) not in (SingleDeviceStrategy, _OneOfMany):
             raise ValueError(
                 "A worker has one device, and exchanges take the place of a distributed strategy: "
@@ -88,8 +88,8 @@ class Springline(Callback):
             )
         if not pl_module.automatic_optimization:
             raise ValueError(
-                "Springline needs automatic optimization, in which Lightning counts the steps. "
-                f"Received: automatic_optimization=False of {type(pl_module).__name__}."
+                "Springline needs automatic optimization with one optimizer, whose steps Lightning "
+                f"counts. Received: automatic_optimization=False of {type(pl_module).__name__}."
             )
         strategy.__class__ = _OneOfMany
         strategy.global_rank, strategy.world_size = self._run.rank, self._run.workers
@@ -104,11 +104,6 @@ class Springline(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wrap the optimizer; go to the step that the rank had come to."""
-        if len(trainer.optimizers) != 1:
-            raise ValueError(
-                "Springline exchanges the parameters of one optimizer: put them into one, in "
-                f"groups. Received: {len(trainer.optimizers)} from `configure_optimizers`."
-            )
         [optimizer] = trainer.optimizers
         if self.rule is not None:
             options = {"model": pl_module} | self.options
