@@ -13,14 +13,17 @@ BELOW = {
     "worker": {"rules", "center"},
     "torch": {"rules", "center", "worker"},
     "tensorflow": {"rules", "center", "worker"},
+    "integrations": {"rules", "center", "worker", "torch"},
     "launch": {"rules", "center", "worker"},
     "monitor": {"rules", "center", "worker", "launch"},
 }
 COMMON = {"checks", "errors", "files", "sealed", "signals", "typed"}  # needed everywhere
 FRAMEWORKS = {
-    "torch": {"torch", "center/collective"},
+    "torch": {"torch", "center/collective", "integrations"},
     "tensorflow": {"tensorflow"},
     "ray": {"center/ray", "launch/ray"},
+    "lightning": {"integrations/lightning"},
+    "pytorch_lightning": {"integrations/lightning"},
 }
 
 

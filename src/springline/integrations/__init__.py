@@ -1,0 +1,1 @@
+"""springline inside the trainers that people already have: one file each, which imports its own."""

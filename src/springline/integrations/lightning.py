@@ -1,0 +1,338 @@
+"""Lightning: `Trainer(callbacks=[Springline("diloco", period=100)])` is all.
+
+Under `springline run` each worker has a Trainer of its own, on one device. The callback
+
+1. gives the worker its own part of the training data;
+2. wraps the optimizer of `configure_optimizers`, and brings a restarted worker to its rank's step;
+3. puts the center into the model to validate, to save and at the end of `fit`;
+4. logs to the run's metrics, and stops when all workers are asked to.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import math
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import RandomSampler as Shuffled
+from torch.utils.data import SequentialSampler as InOrder
+
+from springline.files import write_text
+from springline.progress import log, start_step
+from springline.run import Run, stopping
+from springline.torch import wrap
+from springline.torch.by_name import RULES
+from springline.torch.optimizer import CenterOptimizer
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+    from lightning.pytorch.utilities import rank_zero_only
+else:
+    try:
+        from lightning.pytorch import Callback
+        from lightning.pytorch.strategies import SingleDeviceStrategy
+        from lightning.pytorch.utilities import rank_zero_only
+    except ModuleNotFoundError:  # its older name
+        from pytorch_lightning import Callback
+        from pytorch_lightning.strategies import SingleDeviceStrategy
+        from pytorch_lightning.utilities import rank_zero_only
+
+_FIRST = "lightning"  # in a run's directory: the step that it began with
+_log = logging.getLogger("springline")
+
+
+class Springline(Callback):
+    """Let a Trainer be one worker of many.
+
+    Args:
+        rule: "elastic", "average", "agn", "diloco", "async_diloco" or "slowmo"; None if
+            `configure_optimizers` returns an optimizer of `springline.torch` itself.
+        **options: those of the rule's optimizer in `springline.torch`.
+
+    >>> Springline("diloco", period=100).options
+    {'period': 100}
+    """
+
+    def __init__(self, rule: str | None = None, **options: Any) -> None:
+        if rule is None and options:
+            raise ValueError(
+                "Options need a `rule`; without one, give them to the optimizer that "
+                f"`configure_optimizers` returns. Received: {', '.join(options)}."
+            )
+        if rule is not None and rule not in RULES:
+            names = ", ".join(f'"{name}"' for name in RULES)
+            raise ValueError(f"`rule` must be one of {names}. Received: rule={rule!r}.")
+        self.rule, self.options = rule, options
+        self._run = Run.from_environment()
+        self._first = 0  # the step that the run began with: that of a checkpoint
+        self._behind: list[Any] = []  # groups and schedules that are to be brought to the step
+        self._logged: dict[str, Any] = {}
+        if self._run.workers > 1:
+            setattr(rank_zero_only, "rank", self._run.rank)  # noqa: B010 - before loggers make files
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse what cannot be one worker of many; let the Trainer know its rank."""
+        strategy: Any = trainer.strategy
+        if type(strategy) not in (SingleDeviceStrategy, _OneOfMany):
+            raise ValueError(
+                "A worker has one device, and exchanges take the place of a distributed strategy: "
+                "pass `Trainer(devices=1)` without `strategy`, and start more workers with "
+                f"`springline run`. Received: {type(strategy).__name__}."
+            )
+        if not pl_module.automatic_optimization:
+            raise ValueError(
+                "Springline needs automatic optimization with one optimizer, whose steps Lightning "
+                f"counts. Received: automatic_optimization=False of {type(pl_module).__name__}."
+            )
+        strategy.__class__ = _OneOfMany
+        strategy.global_rank, strategy.world_size = self._run.rank, self._run.workers
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """In a run the rank's own step counts, and the checkpoint may be another worker's."""
+        if trainer.training and self._run.directory:
+            self._first = checkpoint["global_step"]
+            checkpoint.pop("loops", None)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Wrap the optimizer; go to the step that the rank had come to."""
+        [optimizer] = trainer.optimizers
+        if self.rule is not None:
+            options = {"model": pl_module} | self.options
+            trainer.strategy.optimizers = [wrap(self.rule, optimizer, **options)]
+        if (wrapped := _wrapped(trainer)) is None:
+            raise ValueError(
+                'Name a rule, `Springline("diloco")`, or return an optimizer of springline.torch '
+                f"from `configure_optimizers`. Received: {type(optimizer).__name__}."
+            )
+        if self._run.directory is None:
+            return
+        done = start_step()
+        if done and trainer.ckpt_path:
+            _log.warning(
+                "The center's values (version %d) replace the weights in %s: rank %d goes on with "
+                "them, after the %d steps that it had made.",
+                *(wrapped.worker.center.version, trainer.ckpt_path, self._run.rank, done),
+            )
+        done += self._first_step()
+        if done:
+            self._behind = [dict(group) for group in optimizer.param_groups]
+            self._behind += [copy.deepcopy(c.scheduler.state_dict()) for c in _schedules(trainer)]
+            _go_to(trainer, done)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Bring schedules to the step; report how many steps there are to make."""
+        if self._behind:
+            self._bring_schedules(trainer, pl_module)
+        total = trainer.estimated_stepping_batches
+        if 0 < total < math.inf:
+            self._run.begin(start_step(), int(total) - self._first)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log; finish after the last step, so that what follows sees the center of all workers."""
+        if trainer.global_step % trainer.log_every_n_steps == 0 and isinstance(outputs, dict):
+            self._log_metrics(trainer, loss=outputs["loss"])
+        if stopping():
+            trainer.should_stop = True
+        in_last_epoch = trainer.current_epoch + 1 == trainer.max_epochs
+        if trainer.global_step == trainer.max_steps or (in_last_epoch and trainer.is_last_batch):
+            _finish(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put the center into the model."""
+        if trainer.state.fn == "fit" and (optimizer := _wrapped(trainer)):
+            optimizer.eval()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log, and take the center out of the model."""
+        if trainer.state.fn == "fit":
+            if not trainer.sanity_checking:
+                self._log_metrics(trainer)
+            _go_on(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Wait for all workers. The model holds their center from here on."""
+        _finish(trainer)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Do it here if the rank had made all its steps before it was restarted."""
+        _finish(trainer)
+
+    def on_exception(self, trainer: Trainer, *_: Any) -> None:
+        """Take the center out of the model."""
+        _go_on(trainer)
+
+    def _first_step(self) -> int:
+        """Return the step that the run began with; the first worker to come writes it down."""
+        if self._run.directory is not None:
+            path = self._run.directory / _FIRST
+            if not path.exists():
+                write_text(path, f"{self._first}\n")
+            self._first = int(path.read_text("utf-8"))
+        return self._first
+
+    def _bring_schedules(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Step schedules from their beginning as often as Lightning would have by now."""
+        groups, each = trainer.optimizers[0].param_groups, trainer.num_training_batches
+        for group, made in zip(groups, self._behind, strict=False):
+            group.update({key: value for key, value in made.items() if key != "params"})
+        epochs, ready = trainer.current_epoch, trainer.fit_loop.batch_idx + 1
+
+        def calls(batches: float, frequency: int) -> int:
+            accumulated = trainer.accumulate_grad_batches
+            stepped = (n for n in range(1, int(batches) + 1) if n % accumulated == 0 or n == each)
+            return sum(n % frequency == 0 for n in stepped)
+
+        for config, state in zip(_schedules(trainer), self._behind[len(groups) :], strict=True):
+            config.scheduler.load_state_dict(state)
+            due = epochs // config.frequency
+            if config.interval == "step":
+                whole = epochs * calls(each, config.frequency) if epochs else 0
+                due = whole + calls(ready, config.frequency)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a step before the optimizer's
+                for _ in range(due):
+                    pl_module.lr_scheduler_step(config.scheduler, None)
+        self._behind = []
+
+    def _log_metrics(self, trainer: Trainer, **values: Any) -> None:
+        """Log what is new since the last time."""
+        values |= trainer.callback_metrics
+        new = {name: v for name, v in values.items() if v is not self._logged.get(name)}
+        self._logged = values
+        reserved = ("time", "step")
+        log(**{name.replace("/", "_"): v for name, v in new.items() if name not in reserved})
+
+
+class _OneOfMany(SingleDeviceStrategy):
+    """What a strategy of one device does differently as one worker of many."""
+
+    parts: tuple[_Part, ...] = ()
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Rank 0 writes the files."""
+        return self.global_rank == 0
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Give the worker its own part of the training data; the others are for all."""
+        trainer: Any = self.lightning_module and self.lightning_module.trainer
+        wanted = trainer._accelerator_connector.use_distributed_sampler
+        if self.world_size == 1 or not (trainer.training and wanted):
+            return dataloader
+        part = _Part.of(dataloader, self.world_size, self.global_rank)
+        if part is None or not isinstance(dataloader, DataLoader):
+            _log.warning(
+                "Every worker sees all of the training data: it is divided only if it is in a "
+                "DataLoader, with a length, and has no sampler of your own. Divide it by "
+                "`springline.rank()` and pass `Trainer(use_distributed_sampler=False)`."
+            )
+            return dataloader
+        self.parts += (part,)
+        divided = copy.copy(dataloader)
+        batches = BatchSampler(part, part.batch_size, dataloader.drop_last)
+        vars(divided).update(sampler=part, batch_sampler=batches)
+        return divided
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Save the center."""
+        if (optimizer := _wrapped(self)) is None:
+            return super().lightning_module_state_dict()
+        with optimizer.center_weights():
+            state = super().lightning_module_state_dict()
+            return {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in state.items()}
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Save the worker's own weights with the optimizer: alone it goes on with those."""
+        if (wrapped := _wrapped(self)) is None:
+            return super().optimizer_state(optimizer)
+        with wrapped.center_weights():
+            return super().optimizer_state(optimizer)
+
+
+class _Part(DistributedSampler[Any]):
+    """One worker's part of a dataset, which may begin in the middle of an epoch."""
+
+    batch_size = 1
+    skip = 0  # batches of the next epoch
+
+    @classmethod
+    def of(cls, loader: object, workers: int, rank: int) -> _Part | None:
+        """Return the part of what a loader loads; None if it does so in its own way."""
+        if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
+            return None
+        its = loader.sampler
+        if type(its) is DistributedSampler:
+            part = cls(
+                its.dataset, its.num_replicas, its.rank, its.shuffle, its.seed, its.drop_last
+            )
+        elif type(its) is InOrder or (type(its) is Shuffled and not its.replacement):
+            part = cls(loader.dataset, workers, rank, shuffle=type(its) is Shuffled)
+        else:
+            return None
+        part.batch_size = loader.batch_sampler.batch_size
+        return part
+
+    def __iter__(self) -> Iterator[Any]:
+        begin, self.skip = self.skip * self.batch_size, 0
+        return itertools.islice(super().__iter__(), begin, None)
+
+
+def _go_to(trainer: Trainer, steps: int) -> None:
+    """Let `fit` begin after so many steps, as from a checkpoint of that step."""
+    loop: Any = trainer.fit_loop
+    loop.setup_data()
+    every, each = trainer.accumulate_grad_batches, trainer.num_training_batches
+    epochs, rest = divmod(steps, math.ceil(each / every)) if each < math.inf else (0, steps)
+    batches, within = rest * every, int(rest > 0)
+    for count in (loop.epoch_progress.total, loop.epoch_progress.current):
+        count.ready = count.started = epochs + within
+        count.processed = count.completed = epochs
+    progress = loop.epoch_loop.batch_progress
+    before = int(epochs * each) if epochs else 0
+    for count, n in ((progress.total, before + batches), (progress.current, batches)):
+        count.ready = count.started = count.processed = n
+        count.completed = n - within  # as in `on_train_batch_end`
+    made = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
+    for count, n in ((made.total, steps), (made.current, rest)):
+        count.ready = count.completed = n
+    loop.epoch_loop.on_load_checkpoint({"_batches_that_stepped": steps - within})
+    loop.restarting = bool(within)
+    for part in getattr(trainer.strategy, "parts", ()):
+        part.set_epoch(epochs)
+        part.skip = batches
+    iter(loop._data_fetcher)  # again, from there
+
+
+def _schedules(trainer: Trainer) -> list[Any]:
+    """Return the schedules that know the step; others depend on metrics."""
+    return [config for config in trainer.lr_scheduler_configs if not config.reduce_on_plateau]
+
+
+def _wrapped(trainer: Any) -> CenterOptimizer | None:
+    """Return the optimizer of a Trainer or its strategy, if it is one of ours."""
+    optimizer = trainer.optimizers[0] if trainer.optimizers else None
+    return optimizer if isinstance(optimizer, CenterOptimizer) else None
+
+
+def _go_on(trainer: Trainer) -> None:
+    """Take the center out of the model, unless the worker has finished."""
+    if (optimizer := _wrapped(trainer)) and not optimizer.worker.finished:
+        optimizer.train()
+
+
+def _finish(trainer: Trainer) -> None:
+    """Wait for all workers, and leave their center in the model."""
+    if (optimizer := _wrapped(trainer)) and not optimizer.worker.finished:
+        optimizer.final()
+        optimizer.eval()
