@@ -1,0 +1,1 @@
+"""Callbacks for training frameworks that own the loop, one file per framework."""
