@@ -1,6 +1,8 @@
 """Imports point one way: from the command line down to the rules."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,8 @@ BELOW = {
 COMMON = {"checks", "errors", "files", "sealed", "signals", "typed"}  # needed everywhere
 FRAMEWORKS = {
     "torch": {"torch", "center/collective", "integrations"},
+    "transformers": {"integrations/huggingface"},
+    "accelerate": {"integrations/accelerate"},
     "tensorflow": {"tensorflow"},
     "ray": {"center/ray", "launch/ray"},
     "lightning": {"integrations/lightning"},
@@ -72,3 +76,11 @@ def test_frameworks_are_imported_in_their_own_folders_only(path):
     for module in imports(path):
         allowed = FRAMEWORKS.get(module.partition(".")[0])
         assert allowed is None or any(place.startswith(p) for p in allowed), module
+
+
+def test_springline_alone_imports_no_framework():
+    heavy = [*FRAMEWORKS, "lightning", "keras"]
+    look = "import sys, springline, springline.integrations\n"
+    look += f"print([name for name in {heavy} if name in sys.modules])"
+    ran = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
+    assert ran.stdout == "[]\n"

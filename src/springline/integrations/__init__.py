@@ -1,1 +1,1 @@
-"""springline inside the trainers that people already have: one file each, which imports its own."""
+"""Callbacks for training frameworks that own the loop, one file per framework."""

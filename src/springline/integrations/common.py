@@ -1,0 +1,41 @@
+"""What several trainers need."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+
+from springline.run import Run
+
+# What trainers take for a process group that is theirs: the model is then in
+# DistributedDataParallel, which gives all workers the same gradients.
+_GROUP = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def local(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Let a trainer take this process for the only one, also under `torchrun`.
+
+    To be called before the trainer, its arguments or its accelerator are made. The worker stays
+    what it is: its rank, the number of workers and the run are kept under springline's own names.
+
+    >>> started = {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+    >>> started |= {"RANK": "1", "WORLD_SIZE": "2", "SPRINGLINE_RUN": "runs/a"}
+    >>> local(started)
+    >>> sorted(started.items())[:3]
+    [('SPRINGLINE_RANK', '1'), ('SPRINGLINE_RUN', 'runs/a'), ('SPRINGLINE_WORKERS', '2')]
+    """
+    if not any(name in environment for name in _GROUP):
+        return
+    run = Run.from_environment(environment)
+    if run.workers > 1 and run.directory is None:
+        raise ValueError(
+            f"This is worker {run.rank} of {run.workers}, but there is no run where they could "
+            "meet. On several machines start them with `springline run --address`, or set "
+            "SPRINGLINE_RUN to a directory that they share."
+        )
+    environment["SPRINGLINE_RANK"] = str(run.rank)
+    environment["SPRINGLINE_WORKERS"] = str(run.workers)
+    if run.directory:
+        environment["SPRINGLINE_RUN"] = str(run.directory)
+    for name in _GROUP:
+        environment.pop(name, None)
