@@ -72,6 +72,16 @@ def steps(total: int) -> Iterator[int]:
     [[0, 1, 2], [0, 1, 2]]
     """
     checks.count("n", total)
+    first, made = claim(total)
+    return _steps(Run.from_environment(), first, range(made, total))
+
+
+def claim(total: int) -> tuple[int, int]:
+    """Own the worker's next `total` steps, for a trainer that counts them itself.
+
+    Returns:
+        How many steps others own that come before, and how many of these were made before.
+    """
     run, start = Run.from_environment(), start_step()
     first = _count.claimed
     _count.claimed += total
@@ -80,7 +90,12 @@ def steps(total: int) -> Iterator[int]:
     made = min(max(0, start - first), total)
     if made == total > 0:
         _log.info("Rank %d made these %d steps before: it had made %d.", run.rank, total, start)
-    return _steps(run, first, range(made, total))
+    return first, made
+
+
+def note_steps(done: int) -> None:
+    """Note how many steps the rank has made, where a trainer counts them itself."""
+    _count.done = max(_count.done or 0, done)
 
 
 def _steps(run: Run, first: int, rest: range) -> Iterator[int]:
@@ -136,10 +151,21 @@ def finish_all() -> None:
         optimizer.finish()
 
 
-def wait_for_all(worker: Worker, timeout: float | None) -> bool:
-    """Wait until every rank has finished or does not come back; see `Worker.final`."""
+def wait_for_all(worker: Worker, timeout: float | None, steps: float = math.inf) -> bool:
+    """Wait until every rank has finished or does not come back; see `Worker.final`.
+
+    A rank that has made more than `steps` steps is back for others, and has finished these.
+    """
     center, run = worker.center, Run.from_environment()
     seen = dict.fromkeys(range(center.settings["workers"]), time.monotonic())
+
+    def finished() -> set[int]:
+        known = center.progress() if steps < math.inf else []
+        return {
+            worker.rank,
+            *center.finished(),
+            *(rank for rank, made in enumerate(known) if made.steps > steps),
+        }
 
     def missing() -> list[int]:
         worker.member.confirm_finished()
@@ -149,7 +175,7 @@ def wait_for_all(worker: Worker, timeout: float | None) -> bool:
         seen.update(dict.fromkeys(center.members(), now))
         if given_up is None:  # nobody starts it again
             given_up = [rank for rank, at in seen.items() if now - at > _UNSEEN]
-        return sorted(seen.keys() - {worker.rank, *center.finished(), *given_up})
+        return sorted(seen.keys() - finished() - {*given_up})
 
     def done() -> bool:
         if not missing():
@@ -158,7 +184,7 @@ def wait_for_all(worker: Worker, timeout: float | None) -> bool:
         return False
 
     wait_until(done, missing, timeout, "all workers to finish")
-    _count.reports = worker.rank == min([worker.rank, *center.finished()])
+    _count.reports = worker.rank == min(finished())
     return _count.reports
 
 
