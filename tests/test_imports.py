@@ -1,6 +1,8 @@
 """Imports point one way: from the command line down to the rules."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ BELOW = {
     "worker": {"rules", "center"},
     "torch": {"rules", "center", "worker"},
     "tensorflow": {"rules", "center", "worker"},
+    "keras": {"rules", "center", "worker"},
     "launch": {"rules", "center", "worker"},
     "monitor": {"rules", "center", "worker", "launch"},
 }
@@ -20,6 +23,8 @@ COMMON = {"checks", "errors", "files", "sealed", "signals", "typed"}  # needed e
 FRAMEWORKS = {
     "torch": {"torch", "center/collective"},
     "tensorflow": {"tensorflow"},
+    "keras": {"keras"},
+    "jax": set(),
     "ray": {"center/ray", "launch/ray", "launch/worker_actor"},
 }
 
@@ -69,3 +74,11 @@ def test_frameworks_are_imported_in_their_own_folders_only(path):
     for module in imports(path):
         allowed = FRAMEWORKS.get(module.partition(".")[0])
         assert allowed is None or any(place.startswith(p) for p in allowed), module
+
+
+def test_springline_itself_imports_no_framework():
+    code = "import sys, springline; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=True, text=True
+    )
+    assert not {*FRAMEWORKS} & {*loaded.stdout.split()}

@@ -1,0 +1,15 @@
+"""Keras 3: one callback, and `fit` as it is, on the backends of TensorFlow, PyTorch and JAX."""
+
+try:
+    import keras as _keras  # type: ignore[import-untyped]
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "springline.keras needs Keras 3. Install it with: pip install 'springline[keras]'",
+        name=error.name,
+    ) from error
+if int(_keras.__version__.partition(".")[0]) < 3:
+    raise ImportError(f"springline.keras needs Keras 3. Received: keras {_keras.__version__}.")
+
+from springline.keras.callbacks import AsyncDiLoCo, DiLoCo, ElasticAverage, ModelAverage
+
+__all__ = ["AsyncDiLoCo", "DiLoCo", "ElasticAverage", "ModelAverage"]
