@@ -13,3 +13,13 @@ if int(_keras.__version__.partition(".")[0]) < 3:
 from springline.keras.callbacks import AsyncDiLoCo, DiLoCo, ElasticAverage, ModelAverage
 
 __all__ = ["AsyncDiLoCo", "DiLoCo", "ElasticAverage", "ModelAverage"]
+
+
+def __getattr__(name: str) -> object:
+    if name in ("AGN", "AGNOptimizer", "SlowMo"):
+        raise ImportError(  # an AttributeError would lose its text in `from ... import`
+            f"springline.keras has no {name}: it needs every step's gradients or learning rate, "
+            "which a callback does not see. With a loop of your own, springline.torch has it on "
+            "Keras' torch backend, and springline.tensorflow has AGN."
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

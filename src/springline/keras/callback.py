@@ -48,6 +48,7 @@ class CenterCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     worker: Worker | None = None
     final = False
+    _warned = False  # that an epoch is shorter than the period
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class CenterCallback(keras.callbacks.Callback):  # type: ignore[misc]
         given = center.settings["workers"] if isinstance(center, Center) else None
         self._rule = make_rule(self._run.workers if given is None else given)
         self._timeout = timeout
-        self._options = options
+        self._options: dict[str, Any] = options
 
     # The beginning.
 
@@ -197,6 +198,14 @@ class CenterCallback(keras.callbacks.Callback):  # type: ignore[misc]
             while worker.unexchanged:  # alone: the center is what the model has
                 worker.exchange()
             return
+        if not (worker.exchanges or worker.start_step or self._warned):
+            self._warned = True
+            _log.warning(
+                "Rank %d has made %d steps and not exchanged yet: at the end of this epoch the "
+                "model holds a center without them. Epochs should be longer than `period`.",
+                worker.rank,
+                worker.local_step,
+            )
         worker.gather()
         self._holds_center = True
         self._weights.write(worker.center.values())

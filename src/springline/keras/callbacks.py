@@ -20,6 +20,7 @@ class ElasticAverage(CenterCallback):
         period: τ, local steps between two exchanges of the whole model: a number, one of
             `springline.schedule`, or a function of the step.
         moving_rate: α in (0, 1], by default 0.9 / workers.
+        rho: only 0; a callback does not see the gradients that a penalty adds to.
         fragments: into how many parts the model is cut, or lists of their weights' paths (or the
             beginnings of paths); one is exchanged every period/fragments steps.
         overlap: exchange in the background, and keep the steps that are made meanwhile.
@@ -39,6 +40,7 @@ class ElasticAverage(CenterCallback):
         *,
         period: Period = 10,
         moving_rate: float | None = None,
+        rho: float = 0.0,
         fragments: Fragments = 1,
         overlap: bool = False,
         use_locking: bool = True,
@@ -47,6 +49,13 @@ class ElasticAverage(CenterCallback):
         timeout: float | None = None,
         keep_own_weights: bool = False,
     ) -> None:
+        if rho:
+            raise ValueError(
+                "`rho` must be 0 in springline.keras: its penalty is added to every step's "
+                "gradients, which a callback does not see. With a loop of your own, springline."
+                "torch has it on Keras' torch backend, and springline.tensorflow on TensorFlow's. "
+                f"Received: rho={rho!r}."
+            )
         super().__init__(
             lambda workers: ElasticAverageRule(
                 period=period, workers=workers, fragments=fragments, moving_rate=moving_rate
