@@ -48,8 +48,15 @@ def main() -> None:
     code = {character: i for i, character in enumerate(characters)}
     codes = torch.tensor([code[character] for character in text])
     torch.manual_seed(0)
-    sizes = {"n_positions": CONTEXT, "n_embd": 64, "n_layer": 2, "n_head": 4}
-    config = GPT2Config(vocab_size=len(characters), bos_token_id=0, eos_token_id=0, **sizes)
+    config = GPT2Config(
+        vocab_size=len(characters),
+        n_positions=CONTEXT,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     trainer = Trainer(
         model=GPT2LMHeadModel(config),
         args=TrainingArguments(

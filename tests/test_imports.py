@@ -16,6 +16,7 @@ BELOW = {
     "torch": {"rules", "center", "worker"},
     "tensorflow": {"rules", "center", "worker"},
     "integrations": {"rules", "center", "worker", "torch"},
+    "keras": {"rules", "center", "worker"},
     "launch": {"rules", "center", "worker"},
     "monitor": {"rules", "center", "worker", "launch"},
 }
@@ -28,6 +29,8 @@ FRAMEWORKS = {
     "ray": {"center/ray", "launch/ray"},
     "lightning": {"integrations/lightning"},
     "pytorch_lightning": {"integrations/lightning"},
+    "keras": {"keras"},
+    "jax": set(),
 }
 
 
@@ -84,3 +87,11 @@ def test_springline_alone_imports_no_framework():
     look += f"print([name for name in {heavy} if name in sys.modules])"
     ran = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
     assert ran.stdout == "[]\n"
+
+
+def test_springline_itself_imports_no_framework():
+    code = "import sys, springline; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=True, text=True
+    )
+    assert not {*FRAMEWORKS} & {*loaded.stdout.split()}

@@ -87,23 +87,31 @@ def steps(total: int) -> Iterator[int]:
     return claim.steps(range(made, total))
 
 
+def note_steps(done: int) -> None:
+    """Note how many steps the rank has made, where a trainer counts them itself."""
+    _count.done = max(_count.done or 0, done)
+
+
 class Claim:
     """The next steps of this worker, which one loop of the script owns.
 
     Args:
         total: how many there are, with those that its rank had made before.
+
+    Attributes:
+        first: how many steps other loops own that come before.
     """
 
     def __init__(self, total: int) -> None:
         self.run, self._start = Run.from_environment(), start_step()
-        self._first = _count.claimed
+        self.first = _count.claimed
         _count.claimed += total
         _count.done = max(self._start, _count.done or 0)
-        self.run.begin(max(self._start, self._first), _count.claimed)
+        self.run.begin(max(self._start, self.first), _count.claimed)
 
     def made(self, first: int, total: int) -> int:
         """Return how many of `total` steps, from the claim's step `first` on, were made before."""
-        return min(max(0, self._start - self._first - first), total)
+        return min(max(0, self._start - self.first - first), total)
 
     def steps(self, rest: range) -> Iterator[int]:
         """Count these steps of the claim, or until all are asked to stop."""
@@ -115,7 +123,7 @@ class Claim:
                         return
                     look_at = time.monotonic() + _STOP_LOOK
                 # With the one that is being made; loops may be within each other.
-                _count.done = max(_count.done or 0, self._first + step + 1)
+                _count.done = max(_count.done or 0, self.first + step + 1)
                 yield step
 
 
@@ -192,10 +200,21 @@ def finish_all() -> None:
         optimizer.finish()
 
 
-def wait_for_all(worker: Worker, timeout: float | None) -> bool:
-    """Wait until every rank has finished or does not come back; see `Worker.final`."""
+def wait_for_all(worker: Worker, timeout: float | None, steps: float = math.inf) -> bool:
+    """Wait until every rank has finished or does not come back; see `Worker.final`.
+
+    A rank that has made more than `steps` steps is back for others, and has finished these.
+    """
     center, run = worker.center, Run.from_environment()
     seen = dict.fromkeys(range(center.settings["workers"]), time.monotonic())
+
+    def finished() -> set[int]:
+        known = center.progress() if steps < math.inf else []
+        return {
+            worker.rank,
+            *center.finished(),
+            *(rank for rank, made in enumerate(known) if made.steps > steps),
+        }
 
     def missing() -> list[int]:
         worker.member.confirm_finished()
@@ -205,7 +224,7 @@ def wait_for_all(worker: Worker, timeout: float | None) -> bool:
         seen.update(dict.fromkeys(center.members(), now))
         if given_up is None:  # nobody starts it again
             given_up = [rank for rank, at in seen.items() if now - at > _UNSEEN]
-        return sorted(seen.keys() - {worker.rank, *center.finished(), *given_up})
+        return sorted(seen.keys() - finished() - {*given_up})
 
     def done() -> bool:
         if not missing():
@@ -214,7 +233,7 @@ def wait_for_all(worker: Worker, timeout: float | None) -> bool:
         return False
 
     wait_until(done, missing, timeout, "all workers to finish")
-    _count.reports = worker.rank == min([worker.rank, *center.finished()])
+    _count.reports = worker.rank == min(finished())
     return _count.reports
 
 

@@ -32,7 +32,8 @@ class WrappingOptimizer(v1.train.Optimizer, tf.train.experimental.PythonState):
         if not isinstance(opt, v1.train.Optimizer):
             raise TypeError(
                 "The wrapped optimizer must be one of `tf.compat.v1.train`'s, such as "
-                f"`tf.compat.v1.train.MomentumOptimizer`. Received: {brief(opt)}."
+                f"`tf.compat.v1.train.MomentumOptimizer`. Received: {brief(opt)}. With Keras' "
+                "optimizers use `model.fit` and a callback of `springline.keras`."
             )
         self._opt = opt
 

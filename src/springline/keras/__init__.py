@@ -1,0 +1,25 @@
+"""Keras 3: one callback, and `fit` as it is, on the backends of TensorFlow, PyTorch and JAX."""
+
+try:
+    import keras as _keras  # type: ignore[import-untyped]
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "springline.keras needs Keras 3. Install it with: pip install 'springline[keras]'",
+        name=error.name,
+    ) from error
+if int(_keras.__version__.partition(".")[0]) < 3:
+    raise ImportError(f"springline.keras needs Keras 3. Received: keras {_keras.__version__}.")
+
+from springline.keras.callbacks import AsyncDiLoCo, DiLoCo, ElasticAverage, ModelAverage
+
+__all__ = ["AsyncDiLoCo", "DiLoCo", "ElasticAverage", "ModelAverage"]
+
+
+def __getattr__(name: str) -> object:
+    if name in ("AGN", "AGNOptimizer", "SlowMo"):
+        raise ImportError(  # an AttributeError would lose its text in `from ... import`
+            f"springline.keras has no {name}: it needs every step's gradients or learning rate, "
+            "which a callback does not see. With a loop of your own, springline.torch has it on "
+            "Keras' torch backend, and springline.tensorflow has AGN."
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
