@@ -107,15 +107,21 @@ def check_half_precision():
     keras.config.set_dtype_policy("float32")
 
 
+def back(worker):
+    """Wait until the center has what the worker has sent: two threads would race there."""
+    if worker.background:
+        worker.background.save()
+
+
 class Other(keras.callbacks.Callback):
     """A second worker of the same center, which takes a step after each step of the first.
 
     It also notes what the model holds, and when.
     """
 
-    def __init__(self, center, rule, move):
+    def __init__(self, callback, center, rule, move):
         super().__init__()
-        self.center, self.rule, self.move = center, rule, move
+        self.callback, self.center, self.rule, self.move = callback, center, rule, move
         self.seen = {"test": [], "epoch": [], "begin": [], "end": []}
 
     def on_train_begin(self, logs=None):
@@ -130,9 +136,11 @@ class Other(keras.callbacks.Callback):
             self.seen["begin"].append(arrays(self.model))
 
     def on_train_batch_end(self, batch, logs=None):
+        back(self.callback.worker)
         for x in self.worker.parameters.values():
             x += self.move
         self.worker.step()
+        back(self.worker)
         if BACKEND == "jax" and batch == 12:
             self.model.jax_state_sync()
         if batch == 12:
@@ -175,8 +183,8 @@ def check_two_workers_are_the_twin():
         start = arrays(model)
         rule = getattr(springline, kind)(period=5, workers=2, **settings)
         center = shared_center(model, rule)
-        other = Other(center, rule, move=0.01)
         callback = getattr(front, kind)(period=5, center=center, **settings)
+        other = Other(callback, center, rule, move=0.01)
         fit(model, Ends(other), callback, other, shuffle=False, validation_data=None)
 
         def gradient(rank, step, x, names=tuple(start)):
@@ -202,8 +210,8 @@ def check_validation_and_epoch_end_see_the_center():
     center = shared_center(model, rule)
     path = FOLDER / "epoch-{epoch}.weights.h5"
     saver = keras.callbacks.ModelCheckpoint(str(path), save_weights_only=True)
-    other = Other(center, rule, move=0.1)
     callback = front.ElasticAverage(period=5, moving_rate=0.3, center=center)
+    other = Other(callback, center, rule, move=0.1)
     fit(model, Ends(other), callback, saver, other, epochs=3)
     for moment in ("test", "epoch"):
         for held, values in other.seen[moment]:
@@ -332,9 +340,10 @@ def check_refused():
         words = "tf.distribute.MirroredStrategy"
         refused(ValueError, words, fit, mirrored, front.ElasticAverage())
     if BACKEND == "jax":
+        model = network()  # which clears the session
         keras.distribution.set_distribution(keras.distribution.DataParallel())
         words = "keras.distribution.DataParallel"
-        refused(ValueError, words, fit, network(), front.ElasticAverage())
+        refused(ValueError, words, fit, model, front.ElasticAverage())
         keras.distribution.set_distribution(None)
 
 
