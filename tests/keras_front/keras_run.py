@@ -82,6 +82,22 @@ def endless(count, pause):
     print(f"made {callback.worker.local_step} final {callback.final}", flush=True)
 
 
+def unknown(count, pause):
+    """The same with data that end, of which Keras does not know where."""
+    from torch.utils.data import DataLoader, IterableDataset
+
+    x, y = data(springline.rank())
+
+    class Rows(IterableDataset):
+        def __iter__(self):
+            return iter(zip(x, y, strict=True))
+
+    callback = front.ElasticAverage(period=5)
+    options = {"epochs": int(count), "shuffle": False, "verbose": 0}
+    line().fit(DataLoader(Rows(), BATCH), callbacks=[callback, Watch(float(pause))], **options)
+    print(f"made {callback.worker.local_step} final {callback.final}", flush=True)
+
+
 def backup(first, count, pause):
     """With Keras' own backup, before our callback or after it."""
     folder = f"backup-{springline.rank()}"

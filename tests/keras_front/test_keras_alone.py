@@ -1,19 +1,29 @@
 """One process per backend, in which everything that needs no other process is checked."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from marks import slow
 
-SCRIPT = Path(__file__).with_name("keras_alone.py")
+HERE = Path(__file__).parent
+ALL = "keras_center keras_alone keras_refused"
 
 
-@pytest.mark.parametrize("backend", ["jax", *slow("torch", "tensorflow")])
-def test_in_one_process(start, tmp_path, backend):
-    command = start(backend, SCRIPT, tmp_path)
+@pytest.mark.parametrize(
+    "case",
+    [
+        f"torch {ALL}",
+        "jax keras_center",
+        *slow("jax keras_alone keras_refused", f"tensorflow {ALL}"),
+    ],
+)
+def test_in_one_process(start, tmp_path, case):
+    backend, *modules = case.split()
+    command = start(backend, HERE / "keras_checks.py", tmp_path, *modules)
     assert command.wait(280) == 0, command.output
-    names = [
-        line.split("(")[0][4:] for line in SCRIPT.read_text().splitlines() if "def check" in line
-    ]
+    texts = [(HERE / f"{module}.py").read_text("utf-8") for module in modules]
+    names = [name for text in texts for name in re.findall(r"^def (check_\w+)", text, re.M)]
+    assert len(names) > 3
     assert [line for line in command.output.splitlines() if line in names] == names

@@ -108,7 +108,7 @@ def test_a_worker_that_is_killed_makes_the_rest_of_its_steps(launch, run, case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["before", "after"])
-def test_the_center_wins_over_a_backup(launch, run, order):
+def test_a_backup_does_not_change_the_steps(launch, run, order):
     command = launch("jax", SCRIPT, "backup", order, 12, 0.03)
     killed(run, command, 1, 3 * STEPS)
     assert 12 * STEPS - 5 < run.steps()[1] <= 12 * STEPS
@@ -128,6 +128,15 @@ def test_generators_with_a_given_length(launch, run):
     command = launch("jax", SCRIPT, "endless", 8, 0.03)
     killed(run, command, 1, 3 * STEPS)
     assert run.steps() == [8 * STEPS] * 2
+
+
+@pytest.mark.slow
+def test_data_of_unknown_length(launch, run):
+    command = launch("torch", SCRIPT, "unknown", 8, 0.03)
+    killed(run, command, 1, 3 * STEPS)
+    assert "begins with the first epoch again" in command.output
+    assert run.steps() == [8 * STEPS] * 2
+    assert [int(epoch) for epoch in re.findall(r"epoch (\d+)", run.log(1))].count(0) == 2
 
 
 @pytest.mark.slow
