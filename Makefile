@@ -14,7 +14,7 @@ python_of = $(firstword $(shell python$1 -c 'import sys; print(sys.executable)' 
 	$(wildcard $(HOME)/.pyenv/versions/$1.*/bin/python))
 FOUND = $(strip $(foreach version,$(PYTHONS),$(if $(call python_of,$(version)),$(version))))
 # The tests of these parts but for those that need torch, TensorFlow or Ray; doctests of two.
-FRAMEWORKS := $(wildcard $(foreach word,ray address collective hosts results signals strangers,tests/*/test_*$(word)*.py))
+FRAMEWORKS := $(wildcard $(foreach word,ray address collective epochs hosts results signals strangers,tests/*/test_*$(word)*.py))
 PARTS := $(wildcard $(foreach part,rules center launch monitor faults,tests/$(part)/test_*.py))
 CORE := $(wildcard tests/test_*.py) $(filter-out $(FRAMEWORKS),$(PARTS)) src/springline/rules src/springline/monitor
 

@@ -187,7 +187,7 @@ def test_an_old_checkpoint_is_not_the_result(command, script, run):
     words = ("run", "--run", run.path, "--workers", 1)
     assert command(*words, TRAINING, "elastic", 20, 0).process.returncode == 0
     path = script(LOSE_AT_ONCE.format(folder=str(TRAINING.parent), steps=40))
-    second = command(*words, path)
+    second = command(*words, "--yes", path)
     assert second.process.returncode == 1
     saved = run.path / "center" / "checkpoint.safetensors"
     assert f"What is left of it is {saved}, version 10." in second.output
@@ -220,7 +220,8 @@ def test_a_center_that_the_script_retires_is_not_lost(command, script, run):
 
 def test_a_launch_in_which_nobody_joins_says_so(command, script, run):
     assert command("run", "--run", run.path, "--workers", 1, script(RETIRE), 0).wait() == 0
-    idle = command("run", "--run", run.path, "--workers", 1, script("print('idle')", "idle.py"))
+    path = script("print('idle')", "idle.py")
+    idle = command("run", "--run", run.path, "--workers", 1, "--yes", path)
     assert idle.process.returncode == 0
     assert "No worker has joined the center in this launch" in idle.output
 

@@ -62,7 +62,7 @@ def test_nothing_is_said_so(command, tmp_path):
 
 
 def test_a_run_that_goes_on_is_listed_and_left_alone(train, command, run, own_tmpfs):
-    going = train("elastic", 400, 0.02)
+    going = train("elastic", 100_000, 0.02)  # until it is stopped
     wait_for(lambda: run.at_work(10))
     version = row_of(command("ls"), "runs/one")[2]
     assert int(version.replace(",", "")) >= 15
@@ -70,6 +70,7 @@ def test_a_run_that_goes_on_is_listed_and_left_alone(train, command, run, own_tm
     cleaned = command("clean", "--yes")
     assert "There is nothing to free." in cleaned.output
     assert len(list(own_tmpfs.iterdir())) == 1
+    (run.path / "stop").touch()
     assert going.wait() == 0, going.output
     final = describe(run.path / "center" / "checkpoint.safetensors").version
     assert row_of(command("ls"), "runs/one") == ("runs/one", "3", str(final), "finished")

@@ -75,7 +75,7 @@ def test_export_says_what_is_wrong(command, script, run, tmp_path, path, sentenc
 
 
 def test_top_shows_a_run_until_it_ends_and_plot_draws_it(train, start_command, command, run):
-    train("elastic", 60, 0.05)
+    train("elastic", 10_000, 0.05)  # until it is stopped
     wait_for(lambda: run.at_work(4))
     watching = start_command("top", run.path)
     once = command("top", "--once", run.path)
@@ -83,6 +83,8 @@ def test_top_shows_a_run_until_it_ends_and_plot_draws_it(train, start_command, c
     for word in ("elastic averaging", "steps/s", "exchanges", "running", "center version"):
         assert word in once.output
     assert "\x1b" not in once.output
+    wait_for(lambda: "elastic averaging" in watching.output)
+    (run.path / "stop").touch()
     assert watching.wait(30) == 0
     assert "3 finished" in watching.output
 

@@ -5,15 +5,19 @@ import logging
 import os
 import signal
 import tempfile
+from functools import partial
 
 import pytest
+from clustered import PLAN
 from launched import wait_for
 from ray.exceptions import RayError
 
+from springline.cluster_address import ClusterAddress
 from springline.launch import ray_backend, ray_worker
 from springline.launch.directory import LaunchError
 from springline.launch.ray_worker import News, RayWorker, WorkerActor
 from springline.launch.request import ClusterRequest
+from springline.launch_state import CenterStatus
 
 
 class Method:
@@ -83,11 +87,11 @@ def on_ray(tmp_path, monkeypatch):
     monkeypatch.setattr(ray_worker, "_EVERY", 0.05)
     made = []
 
-    def on_ray(script, **added):
+    def on_ray(script, find=None, **added):
         actors = Actors(lambda: WorkerActor([str(script)], str(tmp_path), 0, 1))
         monkeypatch.setattr(ray_worker, "ray", actors)
         (tmp_path / "run").mkdir(exist_ok=True)
-        worker = RayWorker(tmp_path / "run", 0, actors, lambda: added)
+        worker = RayWorker(tmp_path / "run", 0, actors, find or (lambda: added))
         worker.actors = actors
         actors.util = ray_worker_util
         made.append(actors)
@@ -184,6 +188,16 @@ def test_a_machine_without_the_script_is_named(on_ray, script, tmp_path):
     assert f"was lost: {path} is not on " in worker.describe_end()
     path.write_text("print(1)")
     assert ended(worker) == 0
+
+
+def test_a_worker_makes_no_center_when_the_run_has_had_one(on_ray, script, tmp_path):
+    path = script("import os, sys; sys.exit(7 if 'SPRINGLINE_JOIN' in os.environ else 0)")
+    cluster = ClusterAddress("127.0.0.1:1", "digits", "token")
+    worker = on_ray(path, partial(ray_backend.added, tmp_path / "run", cluster, {}))
+    assert ended(worker) == 0
+    CenterStatus(PLAN, 0, [], []).write(tmp_path / "run" / "center")
+    assert ended(worker) == 7  # the same worker, restarted
+    assert ended(on_ray(path, partial(ray_backend.added, tmp_path / "run", cluster, {}))) == 7
 
 
 def test_a_worker_asks_all_to_stop_and_is_asked(on_ray, script, tmp_path):

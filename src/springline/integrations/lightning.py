@@ -11,24 +11,17 @@ Under `springline run` each worker has a Trainer of its own, on one device. The 
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 import math
 import warnings
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
-from torch.utils.data import RandomSampler as Shuffled
-from torch.utils.data import SequentialSampler as InOrder
-
 from springline.files import write_text
+from springline.integrations.lightning_strategy import OneOfMany, center_optimizer
 from springline.progress import log, start_step
 from springline.run import Run, stopping
 from springline.torch import wrap
 from springline.torch.by_name import RULES
-from springline.torch.optimizer import CenterOptimizer
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -80,7 +73,7 @@ class Springline(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse what cannot be one worker of many; let the Trainer know its rank."""
         strategy: Any = trainer.strategy
-        if type(strategy) not in (SingleDeviceStrategy, _OneOfMany):
+        if type(strategy) not in (SingleDeviceStrategy, OneOfMany):
             raise ValueError(
                 "A worker has one device, and exchanges take the place of a distributed strategy: "
                 "pass `Trainer(devices=1)` without `strategy`, and start more workers with "
@@ -91,7 +84,7 @@ class Springline(Callback):
                 "Springline needs automatic optimization with one optimizer, whose steps Lightning "
                 f"counts. Received: automatic_optimization=False of {type(pl_module).__name__}."
             )
-        strategy.__class__ = _OneOfMany
+        strategy.__class__ = OneOfMany
         strategy.global_rank, strategy.world_size = self._run.rank, self._run.workers
 
     def on_load_checkpoint(
@@ -108,7 +101,7 @@ class Springline(Callback):
         if self.rule is not None:
             options = {"model": pl_module} | self.options
             trainer.strategy.optimizers = [wrap(self.rule, optimizer, **options)]
-        if (wrapped := _wrapped(trainer)) is None:
+        if (wrapped := center_optimizer(trainer)) is None:
             raise ValueError(
                 'Name a rule, `Springline("diloco")`, or return an optimizer of springline.torch '
                 f"from `configure_optimizers`. Received: {type(optimizer).__name__}."
@@ -150,7 +143,7 @@ class Springline(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the center into the model."""
-        if trainer.state.fn == "fit" and (optimizer := _wrapped(trainer)):
+        if trainer.state.fn == "fit" and (optimizer := center_optimizer(trainer)):
             optimizer.eval()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -214,80 +207,6 @@ class Springline(Callback):
         log(**{name.replace("/", "_"): v for name, v in new.items() if name not in reserved})
 
 
-class _OneOfMany(SingleDeviceStrategy):
-    """What a strategy of one device does differently as one worker of many."""
-
-    parts: tuple[_Part, ...] = ()
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Rank 0 writes the files."""
-        return self.global_rank == 0
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """Give the worker its own part of the training data; the others are for all."""
-        trainer: Any = self.lightning_module and self.lightning_module.trainer
-        wanted = trainer._accelerator_connector.use_distributed_sampler
-        if self.world_size == 1 or not (trainer.training and wanted):
-            return dataloader
-        part = _Part.of(dataloader, self.world_size, self.global_rank)
-        if part is None or not isinstance(dataloader, DataLoader):
-            _log.warning(
-                "Every worker sees all of the training data: it is divided only if it is in a "
-                "DataLoader, with a length, and has no sampler of your own. Divide it by "
-                "`springline.rank()` and pass `Trainer(use_distributed_sampler=False)`."
-            )
-            return dataloader
-        self.parts += (part,)
-        divided = copy.copy(dataloader)
-        batches = BatchSampler(part, part.batch_size, dataloader.drop_last)
-        vars(divided).update(sampler=part, batch_sampler=batches)
-        return divided
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Save the center."""
-        if (optimizer := _wrapped(self)) is None:
-            return super().lightning_module_state_dict()
-        with optimizer.center_weights():
-            state = super().lightning_module_state_dict()
-            return {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in state.items()}
-
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Save the worker's own weights with the optimizer: alone it goes on with those."""
-        if (wrapped := _wrapped(self)) is None:
-            return super().optimizer_state(optimizer)
-        with wrapped.center_weights():
-            return super().optimizer_state(optimizer)
-
-
-class _Part(DistributedSampler[Any]):
-    """One worker's part of a dataset, which may begin in the middle of an epoch."""
-
-    batch_size = 1
-    skip = 0  # batches of the next epoch
-
-    @classmethod
-    def of(cls, loader: object, workers: int, rank: int) -> _Part | None:
-        """Return the part of what a loader loads; None if it does so in its own way."""
-        if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
-            return None
-        its = loader.sampler
-        if type(its) is DistributedSampler:
-            part = cls(
-                its.dataset, its.num_replicas, its.rank, its.shuffle, its.seed, its.drop_last
-            )
-        elif type(its) is InOrder or (type(its) is Shuffled and not its.replacement):
-            part = cls(loader.dataset, workers, rank, shuffle=type(its) is Shuffled)
-        else:
-            return None
-        part.batch_size = loader.batch_sampler.batch_size
-        return part
-
-    def __iter__(self) -> Iterator[Any]:
-        begin, self.skip = self.skip * self.batch_size, 0
-        return itertools.islice(super().__iter__(), begin, None)
-
-
 def _go_to(trainer: Trainer, steps: int) -> None:
     """Let `fit` begin after so many steps, as from a checkpoint of that step."""
     loop: Any = trainer.fit_loop
@@ -319,20 +238,14 @@ def _schedules(trainer: Trainer) -> list[Any]:
     return [config for config in trainer.lr_scheduler_configs if not config.reduce_on_plateau]
 
 
-def _wrapped(trainer: Any) -> CenterOptimizer | None:
-    """Return the optimizer of a Trainer or its strategy, if it is one of ours."""
-    optimizer = trainer.optimizers[0] if trainer.optimizers else None
-    return optimizer if isinstance(optimizer, CenterOptimizer) else None
-
-
 def _go_on(trainer: Trainer) -> None:
     """Take the center out of the model, unless the worker has finished."""
-    if (optimizer := _wrapped(trainer)) and not optimizer.worker.finished:
+    if (optimizer := center_optimizer(trainer)) and not optimizer.worker.finished:
         optimizer.train()
 
 
 def _finish(trainer: Trainer) -> None:
     """Wait for all workers, and leave their center in the model."""
-    if (optimizer := _wrapped(trainer)) and not optimizer.worker.finished:
+    if (optimizer := center_optimizer(trainer)) and not optimizer.worker.finished:
         optimizer.final()
         optimizer.eval()

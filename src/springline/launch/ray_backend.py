@@ -66,13 +66,9 @@ class RayBackend(Backend):
         where, command = _find(program, asked)
         actor = ray.remote(WorkerActor).options(**_options(asked))
 
-        def added() -> dict[str, str]:
-            made = CenterStatus.read(directory / CENTER) is not None
-            return sent | replace(cluster, join=made).environment()
-
         def worker(rank: int) -> RayWorker:
             create = partial(actor.remote, command, where, rank, workers)
-            return RayWorker(directory, rank, create, added)
+            return RayWorker(directory, rank, create, partial(added, directory, cluster, sent))
 
         self._ranks = [worker(rank) for rank in range(workers)]
         self._center = RayKeeper(claim, say, cluster, self._given_up)
@@ -159,6 +155,12 @@ def environment(names: Sequence[str]) -> dict[str, str]:
                 f"value. Received: {name}."
             )
     return {name: os.environ[name] for name in names}
+
+
+def added(run: Path, cluster: ClusterAddress, sent: dict[str, str]) -> dict[str, str]:
+    """Return what a start adds to a worker's environment: no new center if the run has had one."""
+    made = CenterStatus.read(run / CENTER) is not None
+    return sent | replace(cluster, join=made).environment()
 
 
 def room(asked: ClusterRequest) -> int:
