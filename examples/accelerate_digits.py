@@ -46,11 +46,8 @@ def main() -> None:
     if springline.start_step() and accelerator.has_state(args.out / "state"):
         accelerator.load_state(args.out / "state")  # the center's weights replace those in it
 
-    for epoch in range(args.epochs):
-        loader.set_epoch(epoch)  # type: ignore[attr-defined]
-        batches = enumerate(loader)
-        for step in springline.steps(len(loader)):  # after a restart, only what is left of them
-            inputs, targets = next(batch for n, batch in batches if n == step)
+    for _epoch, batches in springline.epochs(loader, args.epochs):  # after a restart, what is left
+        for inputs, targets in batches:
             with accelerator.accumulate(network):
                 loss = nn.functional.cross_entropy(network(inputs), targets)
                 accelerator.backward(loss)

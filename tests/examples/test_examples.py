@@ -212,6 +212,35 @@ def test_mixed_precision_of_parameters_and_a_center_of_float32(two_workers, dire
     assert (weights.bfloat16().float() != weights).float().mean() > 0.1  # finer than bfloat16
 
 
+def test_accelerate_digits_saves_the_center(two_workers, directory, tmp_path):
+    log, nothing = two_workers("accelerate_digits", "--epochs", 2, "--out", "out")
+    assert number_after("Accuracy of the center", log) > 60
+    assert "Accuracy" not in nothing
+    assert steps_of(directory) == [80, 80]
+    center = load_file(directory / "center.safetensors")
+    saved = load_file(tmp_path / "out" / "final" / "model.safetensors")
+    assert all(torch.equal(saved[name], center[name]) for name in center)
+    states = {path.name for path in (tmp_path / "out" / "state").iterdir()}
+    assert states == {"worker-0", "worker-1"}
+
+
+def test_huggingface_gpt2_alone(alone, tmp_path):
+    output = alone("huggingface_gpt2", "--steps", 6, "--out", "out")
+    assert number_after("Validation loss of the center", output) < math.log(65)  # characters
+    assert (tmp_path / "out" / "final" / "model.safetensors").exists()
+    assert [path.name for path in (tmp_path / "out" / "checkpoints").iterdir()] == ["checkpoint-6"]
+
+
+@pytest.mark.slow
+def test_huggingface_gpt2_saves_the_center(two_workers, directory, tmp_path):
+    log, _ = two_workers("huggingface_gpt2", "--steps", 60, "--out", "out")
+    assert number_after("Validation loss of the center", log) < 3.3
+    assert steps_of(directory) == [60, 60]
+    center = load_file(directory / "center.safetensors")
+    saved = load_file(tmp_path / "out" / "final" / "model.safetensors")
+    assert all(torch.equal(saved[name], center[name]) for name in saved)
+
+
 @pytest.mark.slow
 def test_straggler_holds_up_averaging_but_not_elastic(start, directory, example):
     steps, period = 40, 5

@@ -43,9 +43,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if workers() > 1:
             take_rank()
             self.dataloader_config.dispatch_batches = False  # rank 0 would read for all
+            if self.project_configuration.automatic_checkpoint_naming:
+                raise ValueError(
+                    "`automatic_checkpoint_naming` counts from 0 again when a worker is restarted, "
+                    "and finds the names taken. Give `save_state` a directory instead."
+                )
             self.project_configuration.save_on_each_node = True  # each in its own directory
-            if self.project_dir is not None:
-                self.project_configuration.set_directories(str(self._own(self.project_dir)))
 
     def has_state(self, directory: str | Path) -> bool:
         """Whether this worker has saved its state in a directory."""
@@ -70,9 +73,18 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return own
 
     def load_state(self, input_dir: str | Path | None = None, **kwargs: Any) -> None:
-        """Load this worker's state; in a run the center's weights replace those that it has."""
-        if input_dir is not None and self.has_state(input_dir):
-            input_dir = str(self._own(input_dir))
+        """Load this worker's state; in a run the center's weights replace those that it has.
+
+        Where no worker has saved one, a run begins with a state that a script alone has saved.
+        """
+        if input_dir is not None and workers() > 1:
+            if self.has_state(input_dir):
+                input_dir = self._own(input_dir)
+            elif any(Path(input_dir).glob("worker-*")):
+                raise FileNotFoundError(
+                    f"Rank {rank()} has not saved a state in {str(input_dir)!r}, only others have. "
+                    "Load it if `accelerator.has_state(directory)`."
+                )
         super().load_state(input_dir, **kwargs)
 
     def _own(self, directory: str | Path) -> Path:
@@ -89,12 +101,12 @@ def shard(
     """Return this worker's part of a training loader's batches, in an order that all share.
 
     Every epoch is shuffled anew (`loader.set_epoch`), as a whole, and then dealt out. A script
-    alone gets all of it. There is no need to `prepare` the result.
+    alone gets all of it, in the loader's own order. There is no need to `prepare` the result.
 
     Args:
         loader: what one process alone would train with.
         device: where the batches are to go.
-        seed: of the order; the same on all workers.
+        seed: of the order that the workers share; the same on all of them.
     """
     sharded: DataLoader[Any] = prepare_data_loader(
         loader,
@@ -103,7 +115,7 @@ def shard(
         process_index=rank(),
         put_on_device=device is not None,
         dispatch_batches=False,
-        use_seedable_sampler=True,
+        use_seedable_sampler=workers() > 1,
         data_seed=seed,
     )
     return sharded

@@ -272,7 +272,8 @@ class CenterOptimizer(CenterReader):
             worker_state.check(self.worker, ours)
         if not worker_state.own_center(self.worker):  # the center decides, and the others' steps
             self.inner.load_state_dict(state)
-            note_loaded()
+            if ours is None or ours["local_step"]:  # not what a trainer reloads before any step
+                note_loaded()
             return
         if self.worker.background:
             self.worker.background.drop()  # it belongs to what is replaced
