@@ -165,7 +165,7 @@ def contributing(service):
     """The ranks that have contributed to the round that is open."""
     membership = service.head.target._membership
     sent = dict(membership.sent)  # it changes meanwhile, in the head's thread
-    return sorted(rank for rank, (number, _) in sent.items() if number == membership.closed + 1)
+    return sorted(rank for rank, part in sent.items() if part.number == membership.closed + 1)
 
 
 def worker(service, rule=None, rank=0, values=None, **options):

@@ -12,7 +12,7 @@ from springline.center import CenterError
 from springline.center.remote.messages import ClosedRound
 from springline.center.remote.peer import Call, PeerLostError
 from springline.center.remote.steps import Steps
-from springline.errors import TakenOverError
+from springline.errors import NonFiniteError, TakenOverError
 
 WORKERS = 3
 VALUES = {"w": np.zeros(200_000, np.float32), "b": np.zeros(5, np.float32)}
@@ -173,14 +173,39 @@ def test_what_a_worker_has_reported_counts_if_it_dies(serve, background, back):
         threading.Event().wait(0.001)
     two.member._gone.set()  # it sends no more heartbeats
     Call(service.head, "leave", 1, None).result()  # as the launcher does for a dead worker
-    assert one.center.progress()[1].steps == 4
+    assert one.center.progress()[1].steps == 0  # it is not in the center yet
     again = worker(service, rule, 1) if back else None
+    if again:
+        assert again.start_step == 0
+        again.member.leave()  # which takes nothing of its predecessor's away
     one.exchange()
     np.testing.assert_array_equal(one.center.values()["w"], 0.5)
-    if again:
-        assert again.start_step == 4
-        again.take_center()
-        np.testing.assert_array_equal(again.parameters["w"], 0.5)
+    assert one.center.progress()[1].steps == 4
+    assert worker(service, rule, 1).start_step == 4
+
+
+def test_a_round_of_the_dead_alone_is_opened_again(serve, background):
+    """Nobody would reduce it: what was sent is dropped, and its steps do not count."""
+    rule = ModelAverage(workers=2, period=1)
+    service = serve(rule)
+    one, two = (worker(service, rule, rank) for rank in range(2))
+    two.parameters["w"][:], two.local_step = 6, 4
+    background(two.exchange)
+    while 1 not in contributing(service):
+        threading.Event().wait(0.001)
+    two.member._gone.set()
+    Call(service.head, "leave", 1, None).result()
+    one.parameters["w"][:] = np.nan
+    with pytest.raises(NonFiniteError):
+        one.exchange()
+    assert one.center.version == 0
+    again = worker(service, rule, 1)
+    assert again.start_step == 0
+    one.parameters["w"][:], again.parameters["w"][:] = 1, 3
+    waiting = background(one.exchange)
+    again.exchange()
+    waiting.result(20)
+    np.testing.assert_array_equal(one.center.values()["w"], 2)
 
 
 def test_who_leaves_in_the_middle_of_a_round_withdraws(serve, background):

@@ -197,6 +197,7 @@ def test_what_a_worker_has_sent_counts_if_it_dies_during_the_delay(
         time.sleep(0.001)
     process.kill()
     process.join()
+    assert worker.center.progress()[1].steps == 0  # nor in a checkpoint that is written now
 
     def again():
         return Worker(SMALL, rule, directory, 1, synchronous=False, timeout=20)
@@ -207,6 +208,7 @@ def test_what_a_worker_has_sent_counts_if_it_dies_during_the_delay(
     worker.parameters["v"][:] -= 1
     worker.exchange()
     np.testing.assert_array_equal(worker.center.values()["v"], SMALL["v"] - 2)  # the mean
+    assert worker.center.progress()[1].steps == 4
     if back != "never":
         new = new.result(20) if new else again()
         assert new.start_step == 4

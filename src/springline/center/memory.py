@@ -62,18 +62,14 @@ class MemoryCenter(Center):
         return int(head[BASE] + done)
 
     def progress(self) -> list[Progress]:
-        """Return how far each rank has come."""
-        rows = []
-        for rank, row in enumerate(self.memory.ranks):
-            here = self.locks.held(RANK + rank)
-            steps = int(row[STEPS]) if here else self.steps_after_death(rank)
-            rows.append(Progress(steps, int(row[EXCHANGES]), int(row[NANOSECONDS]) / 1e9))
-        return rows
-
-    def steps_after_death(self, rank: int) -> int:
-        """Return the steps of a rank whose worker is gone: its complete message counts."""
-        steps, contributed, sent = self.memory.ranks[rank, [STEPS, CONTRIBUTED, SENT]].tolist()
-        return int(max(steps, sent) if contributed else steps)
+        """Return how far each rank has come, as far as it is in the center."""
+        ranks = self.memory.ranks
+        last = self._version_in_place() - int(self.memory.head[BASE]) if self.plan.rounds else 0
+        counted = (ranks[:, CONTRIBUTED] > 0) & (ranks[:, CONTRIBUTED] <= last)
+        # A worker that was killed after its round was closed has not written its steps.
+        steps = np.where(counted, np.maximum(ranks[:, STEPS], ranks[:, SENT]), ranks[:, STEPS])
+        columns = zip(steps.tolist(), ranks[:, [EXCHANGES, NANOSECONDS]].tolist(), strict=True)
+        return [Progress(n, exchanges, ns / 1e9) for n, (exchanges, ns) in columns]
 
     def members(self) -> list[int]:
         """Return the ranks whose lock is held."""

@@ -76,8 +76,9 @@ class MemoryRounds:
         """
         with self._locks.acquire(ROUND, self._member.timeout):
             this = self._open_round()
-            self._row[STEPS] = self._center.steps_after_death(self._member.rank)
-            if self._row[CONTRIBUTED] < this:  # else the last worker's message counts
+            if self._row[CONTRIBUTED]:  # the last worker's message counts, or will
+                self._row[STEPS] = max(self._row[STEPS], self._row[SENT])
+            if self._row[CONTRIBUTED] < this:
                 self._row[CONTRIBUTED] = 0
             self._row[READING] = 0
             self._row[SETTLED] = this if self._contributors(this) else this - 1

@@ -199,9 +199,10 @@ class Head:
         if finished and incarnation is not None:
             await self.finish(rank, incarnation)
         if member and incarnation in (None, member.incarnation):
-            if incarnation and rank in self._membership.contributing(self._membership.closed + 1):
-                del self._membership.sent[rank]
             del self._membership.members[rank]
+            sent = self._membership.sent.get(rank)
+            if sent and sent.number > self._membership.closed and sent.incarnation == incarnation:
+                del self._membership.sent[rank]
             self._membership.changed()
 
     async def finish(self, rank: int, incarnation: int) -> None:
@@ -235,7 +236,7 @@ class Head:
             if member.settled < this:
                 return this
             pending = self._membership.pending(this)
-            if not pending and not self._membership.contributing(this):
+            if not pending and not self._membership.reducing(this):
                 self._membership.begin_again(this)
             elif not self._membership.close(this):
                 if time.monotonic() >= deadline:
@@ -247,7 +248,7 @@ class Head:
     ) -> ClosedRound | list[int] | None:
         """Contribute to a round, and wait a while until it is closed.
 
-        From here on the contribution counts, also if the member dies before the round is closed.
+        From here on it counts, also if the member dies before the round is closed, unless all do.
 
         Returns:
             The closed round, without contributors if it is the last and they are not known; or who
@@ -278,7 +279,7 @@ class Head:
     def _row(self, rank: int) -> RankProgress:
         """Return how far a rank has come."""
         row = self._rows.get(rank, RankProgress())
-        return replace(row, steps=max(row.steps, self._membership.steps_after_death(rank)))
+        return replace(row, steps=max(row.steps, self._membership.steps_sent(rank)))
 
     def _note(self, rank: int, incarnation: int, row: RankProgress) -> None:
         known = self._rows.get(rank, RankProgress())

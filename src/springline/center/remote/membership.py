@@ -37,6 +37,15 @@ class Lease:
     number: int = 0
 
 
+@dataclass(frozen=True)
+class Contribution:
+    """A rank's complete part in a round."""
+
+    number: int  # of the round
+    steps: int  # of the rank, with this
+    incarnation: int
+
+
 class Membership:
     """All members, dead or alive.
 
@@ -49,8 +58,8 @@ class Membership:
         quiet_until: no round is closed before.
         closed: the last round that was.
         contributors: of the last few rounds.
-        sent: by rank, the last round that it has contributed to, and its steps then. It outlives
-            the member: what is complete counts.
+        sent: by rank, its last contribution. It outlives the member: what is complete counts, if
+            others are in the round, who reduce it.
     """
 
     def __init__(self, grace: float, token: str) -> None:
@@ -58,7 +67,7 @@ class Membership:
         self.quiet_until = 0.0
         self.closed = 0
         self.contributors: dict[int, list[int]] = {}
-        self.sent: dict[int, tuple[int, int]] = {}
+        self.sent: dict[int, Contribution] = {}
         self._grace = grace
         self._token = token
         self._lease = Lease()
@@ -108,7 +117,13 @@ class Membership:
 
     def contributing(self, number: int) -> list[int]:
         """Return who has contributed to a round, also those who have died since."""
-        return sorted(rank for rank, (round_, _) in self.sent.items() if round_ == number)
+        return sorted(rank for rank, sent in self.sent.items() if sent.number == number)
+
+    def reducing(self, number: int) -> list[int]:
+        """Return who has contributed to a round and is alive, to reduce it."""
+        members = ((rank, self.find(rank, self.sent[rank].incarnation)) for rank in self.sent)
+        alive = [rank for rank, member in members if member and self.is_alive(member)]
+        return [rank for rank in self.contributing(number) if rank in alive]
 
     def missing(self, workers: int) -> list[int]:
         """Return the ranks that have not joined, or are not there any more."""
@@ -137,29 +152,28 @@ class Membership:
         if steps is None:
             self.sent.pop(rank, None)
         else:
-            self.sent[rank] = number, steps
+            self.sent[rank] = Contribution(number, steps, incarnation)
 
-    def steps_after_death(self, rank: int) -> int:
-        """Return the steps of a rank that is not there, with its last contribution."""
-        member = self.members.get(rank)
-        if rank not in self.sent or (member and self.is_alive(member)):
-            return 0
-        return self.sent[rank][1]
+    def steps_sent(self, rank: int) -> int:
+        """Return a rank's steps with its last contribution, if that was to a closed round."""
+        sent = self.sent.get(rank)
+        return sent.steps if sent and sent.number <= self.closed else 0
 
     def begin_again(self, number: int) -> None:
-        """Open a round again from which all members have withdrawn."""
+        """Open a round again that nobody would reduce: all have withdrawn or died."""
+        for rank in self.contributing(number):
+            del self.sent[rank]
         for member in self.members.values():
             member.settled = number - 1
         self.changed()
 
     def close(self, number: int) -> bool:
-        """Close a round if it waits for nobody; return whether it is closed."""
+        """Close a round if it waits for nobody, and somebody reduces it; whether it is closed."""
         quiet = time.monotonic() < self.quiet_until
         if self.closed < number and not quiet and not self.pending(number):
-            contributors = self.contributing(number)
-            if contributors:
+            if self.reducing(number):
                 self.closed = number
-                self.contributors[number] = contributors
+                self.contributors[number] = self.contributing(number)
                 self.contributors.pop(number - _KNOWN, None)
                 self.changed()
         return self.closed >= number
