@@ -149,7 +149,10 @@ def test_what_is_refused(tmp_path):
     with pytest.raises(TypeError, match="must be there when the Trainer is made"):
         late.train()
 
-    twice = trainer(tmp_path, SpringlineCallback("average"), max_steps=2)
+    callback = SpringlineCallback("average")
+    twice = trainer(tmp_path, callback, max_steps=2)
+    with pytest.raises(ValueError, match="is for one Trainer"):
+        trainer(tmp_path, callback)
     twice.train()
     with pytest.raises(RuntimeError, match="has finished its training"):
         twice.train()

@@ -75,14 +75,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def load_state(self, input_dir: str | Path | None = None, **kwargs: Any) -> None:
         """Load this worker's state; in a run the center's weights replace those that it has.
 
-        Where no worker has saved one, a run begins with a state that a script alone has saved.
+        A worker that has none loads what a script alone has saved in the directory.
         """
         if input_dir is not None and workers() > 1:
-            if self.has_state(input_dir):
-                input_dir = self._own(input_dir)
-            elif any(Path(input_dir).glob("worker-*")):
+            folder = Path(input_dir)
+            if self.has_state(folder):
+                input_dir = self._own(folder)
+            elif folder.is_dir() and not any(path.is_file() for path in folder.iterdir()):
                 raise FileNotFoundError(
-                    f"Rank {rank()} has not saved a state in {str(input_dir)!r}, only others have. "
+                    f"Rank {rank()} has not saved a state in {str(input_dir)!r}. "
                     "Load it if `accelerator.has_state(directory)`."
                 )
         super().load_state(input_dir, **kwargs)

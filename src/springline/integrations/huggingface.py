@@ -5,24 +5,22 @@ from __future__ import annotations
 import gc
 import logging
 import shutil
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
 from transformers.training_args import ParallelMode
 
 import springline
 from springline.integrations.accelerate import shard, take_rank
 from springline.integrations.common import local
+from springline.integrations.huggingface_resume import bring_to, checkpoint_at, complete
 from springline.torch import wrap
-from springline.torch.by_name import RULES
+from springline.torch.by_name import check_rule
 from springline.torch.optimizer import CenterOptimizer
 
 __all__ = ["SpringlineCallback", "local"]
@@ -49,9 +47,8 @@ class SpringlineCallback(TrainerCallback):
     """
 
     def __init__(self, rule: str | None = None, *, shard: bool = True, **options: Any) -> None:
-        if rule is not None and rule not in RULES:
-            names = ", ".join(f'"{name}"' for name in RULES)
-            raise ValueError(f"`rule` must be one of {names}. Received: rule={rule!r}.")
+        if rule is not None:
+            check_rule(rule)
         if rule is None and options:
             raise ValueError(f"Options need a rule. Received: {', '.join(options)}, and no rule.")
         self.optimizer: CenterOptimizer | None = None  # once `train` has begun
@@ -65,6 +62,8 @@ class SpringlineCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Take part in what the Trainer does, now that it is made."""
+        if hasattr(self, "_trainer"):
+            raise ValueError("A SpringlineCallback is for one Trainer. Make another for this one.")
         trainer = self._trainer = _trainer_of(self)
         if args.parallel_mode != ParallelMode.NOT_PARALLEL:
             raise RuntimeError(
@@ -133,9 +132,9 @@ class SpringlineCallback(TrainerCallback):
     ) -> TrainOutput:
         given, resumption = resume_from_checkpoint, self._own / "resume"
         if springline.directory() is not None:
-            given = self._found = self._complete(given)
-            if springline.start_step():
-                self._prepare(resumption, given)
+            given = self._found = complete(given, self._own, self._shared)
+            if step := springline.start_step():
+                checkpoint_at(step, resumption, given, self._trainer)
                 given = str(resumption)
         try:
             return original(given, *rest, **named)
@@ -145,33 +144,6 @@ class SpringlineCallback(TrainerCallback):
             return TrainOutput(trainer.state.global_step, 0.0, {})
         finally:
             shutil.rmtree(resumption, ignore_errors=True)
-
-    def _complete(self, given: str | bool | None) -> str | None:
-        """Return a checkpoint for this worker that no kill has cut short; None if there is none."""
-        if not given:
-            return None
-        of_rank_0 = isinstance(given, str) and Path(given).parent == self._shared != self._own
-        if isinstance(given, str) and _state_of(Path(given)) and not of_rank_0:
-            return given
-        found = [path for path in self._own.glob("checkpoint-*") if _state_of(path)]
-        return str(max(found, key=lambda path: int(path.name.split("-")[1]))) if found else None
-
-    def _prepare(self, path: Path, checkpoint: str | None) -> None:
-        """Make a checkpoint for the step that this rank had reached, of another or of nothing."""
-        shutil.rmtree(path, ignore_errors=True)
-        path.mkdir(parents=True)
-        state = TrainerState(train_batch_size=self._trainer.args.train_batch_size)
-        args = self._trainer.args
-        state.compute_steps(args, max(1, args.max_steps))  # type: ignore[no-untyped-call]
-        if checkpoint is None:
-            self._trainer.save_model(str(path))
-        else:
-            state = _state_of(Path(checkpoint)) or state
-            for file in Path(checkpoint).absolute().iterdir():
-                if file.name != TRAINER_STATE_NAME:
-                    (path / file.name).symlink_to(file)
-        state.global_step = springline.start_step()
-        state.save_to_json(str(path / TRAINER_STATE_NAME))
 
     # What happens while it trains.
 
@@ -191,7 +163,7 @@ class SpringlineCallback(TrainerCallback):
         start, self._steps = springline.start_step(), springline.steps(state.max_steps)
         if start:
             state.compute_steps(args, state.max_steps)  # type: ignore[no-untyped-call]
-            _bring_to(start, given["lr_scheduler"])
+            bring_to(start, given["lr_scheduler"])
             if self._found:
                 _log.warning(
                     "Rank %d goes on at step %d with the optimizer of %s; the center's values "
@@ -278,7 +250,8 @@ class _NothingLeftError(Exception):
 
 
 def _trainer_of(callback: TrainerCallback) -> Trainer:
-    """Return the Trainer that a callback belongs to: it is given everything else."""
+    """Return the Trainer that a callback belongs to."""
+    # Events bring the model, the optimizer and the loaders, but nothing that leads to the Trainer.
     for candidate in gc.get_objects():
         if issubclass(type(candidate), Trainer):  # by type: see `warn_of_replicas`
             handler = getattr(candidate, "callback_handler", None)
@@ -286,24 +259,3 @@ def _trainer_of(callback: TrainerCallback) -> Trainer:
                 trainer: Trainer = candidate
                 return trainer
     raise RuntimeError("SpringlineCallback is for a Trainer of transformers.")
-
-
-def _state_of(checkpoint: Path) -> TrainerState | None:
-    """Return what a Trainer writes last into a checkpoint; None if it did not come to that."""
-    try:
-        state: TrainerState = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-    except (OSError, ValueError):
-        return None
-    return state
-
-
-def _bring_to(step: int, scheduler: Any) -> None:
-    """Bring a schedule of learning rates to a step."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that the optimizer has not stepped yet
-        if isinstance(scheduler, LambdaLR):  # all that the Trainer makes itself
-            scheduler.last_epoch = step - 1
-            scheduler.step()
-        elif isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau):
-            while scheduler.last_epoch < step:
-                scheduler.step()

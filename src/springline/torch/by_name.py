@@ -37,8 +37,12 @@ def wrap(rule: str, optimizer: Inner, **options: Any) -> CenterOptimizer:
     >>> type(opt).__name__
     'ModelAverageOptimizer'
     """
-    kind = RULES.get(rule) if isinstance(rule, str) else None
-    if kind is None:
+    check_rule(rule)
+    return RULES[rule](optimizer, **options)
+
+
+def check_rule(rule: str) -> None:
+    """Refuse what is not the name of a rule."""
+    if not isinstance(rule, str) or rule not in RULES:
         names = ", ".join(f'"{name}"' for name in RULES)
         raise ValueError(f"`rule` must be one of {names}. Received: rule={rule!r}.")
-    return kind(optimizer, **options)
