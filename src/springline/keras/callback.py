@@ -114,6 +114,7 @@ class CenterCallback(keras.callbacks.Callback):  # type: ignore[misc]
             self._center,
             self._run.rank,
             buffers=arrays(self._weights.statistics),
+            other_names=dict.fromkeys(self._weights.others),
             timeout=self._timeout,
             **self._options,
         )

@@ -41,6 +41,8 @@ class Program:
     def is_another(self, identity: str) -> bool:
         """Whether it is not the one of that identity, nor that one moved."""
         was, now = Path(identity), Path(self.identity)
+        if was.exists() and now.exists():
+            return not was.samefile(now)
         return was != now and (was.name != now.name or was.exists())
 
     def check(self) -> None:
@@ -68,12 +70,14 @@ def check_same(program: Program, directory: Path, confirm: Callable[[str], bool]
 def _check_module(name: str) -> None:
     """Refuse a module that is not there, without importing its packages."""
     top, *rest = name.split(".")
-    spec = PathFinder.find_spec(top, [str(Path.cwd())]) or find_spec(top)
+    spec = PathFinder.find_spec(top, [str(Path.cwd())])
+    if spec is None and top != "__main__":  # which has none
+        spec = find_spec(top)
     for part in [*rest, "__main__"]:
         if spec is None or (part == "__main__" and not spec.submodule_search_locations):
             break
-        where = spec.submodule_search_locations or []
-        spec = PathFinder.find_spec(f"{spec.name}.{part}", list(where))
+        # By its last name: else a namespace package looks for its parent among imported modules.
+        spec = PathFinder.find_spec(part, list(spec.submodule_search_locations or []))
     if spec is None:
         raise LaunchError(
             f"There is no module {name} that `python -m {name}` could run from here. Received: "

@@ -169,13 +169,12 @@ class Membership:
 
     def close(self, number: int) -> bool:
         """Close a round if it waits for nobody, and somebody reduces it; whether it is closed."""
-        quiet = time.monotonic() < self.quiet_until
-        if self.closed < number and not quiet and not self.pending(number):
-            if self.reducing(number):
-                self.closed = number
-                self.contributors[number] = self.contributing(number)
-                self.contributors.pop(number - _KNOWN, None)
-                self.changed()
+        waits = time.monotonic() < self.quiet_until or self.pending(number)
+        if self.closed < number and not waits and self.reducing(number):
+            self.closed = number
+            self.contributors[number] = self.contributing(number)
+            self.contributors.pop(number - _KNOWN, None)
+            self.changed()
         return self.closed >= number
 
     def changed(self) -> None:
