@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -130,12 +131,14 @@ class SpringlineCallback(TrainerCallback):
         *rest: Any,
         **named: Any,
     ) -> TrainOutput:
-        given, resumption = resume_from_checkpoint, self._own / "resume"
+        given, resumption = resume_from_checkpoint, None
         if springline.directory() is not None:
             given = self._found = complete(given, self._own, self._shared)
             if step := springline.start_step():
-                checkpoint_at(step, resumption, given, self._trainer)
-                given = str(resumption)
+                self._own.mkdir(parents=True, exist_ok=True)
+                resumption = tempfile.mkdtemp(prefix=".springline-resume-", dir=self._own)
+                checkpoint_at(step, Path(resumption), given, self._trainer)
+                given = resumption
         try:
             return original(given, *rest, **named)
         except _NothingLeftError:
@@ -143,7 +146,8 @@ class SpringlineCallback(TrainerCallback):
             trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
             return TrainOutput(trainer.state.global_step, 0.0, {})
         finally:
-            shutil.rmtree(resumption, ignore_errors=True)
+            if resumption:
+                shutil.rmtree(resumption, ignore_errors=True)
 
     # What happens while it trains.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -30,9 +29,7 @@ def complete(given: str | bool | None, own: Path, shared: Path) -> str | None:
 
 
 def checkpoint_at(step: int, path: Path, checkpoint: str | None, trainer: Trainer) -> None:
-    """Make a checkpoint for the step that this rank had reached, of another or of nothing."""
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(parents=True)
+    """Write a checkpoint for the step that this rank had reached, of another or of nothing."""
     args = trainer.args
     state = TrainerState(train_batch_size=args.train_batch_size)
     state.compute_steps(args, max(1, args.max_steps))  # type: ignore[no-untyped-call]
