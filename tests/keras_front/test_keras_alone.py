@@ -14,9 +14,9 @@ ALL = "keras_center keras_alone keras_refused"
 @pytest.mark.parametrize(
     "case",
     [
-        f"torch {ALL}",
         "jax keras_center",
-        *slow("jax keras_alone keras_refused", f"tensorflow {ALL}"),
+        "torch keras_alone keras_refused",
+        *slow("jax keras_alone keras_refused", "torch keras_center", f"tensorflow {ALL}"),
     ],
 )
 def test_in_one_process(start, tmp_path, case):
