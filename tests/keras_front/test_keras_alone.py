@@ -14,9 +14,9 @@ ALL = "keras_center keras_alone keras_refused"
 @pytest.mark.parametrize(
     "case",
     [
-        f"torch {ALL}",
         "jax keras_center",
-        *slow("jax keras_alone keras_refused", f"tensorflow {ALL}"),
+        "torch keras_alone keras_refused",
+        *slow("jax keras_alone", "jax keras_refused", "torch keras_center", f"tensorflow {ALL}"),
     ],
 )
 def test_in_one_process(start, tmp_path, case):
@@ -25,5 +25,5 @@ def test_in_one_process(start, tmp_path, case):
     assert command.wait(280) == 0, command.output
     texts = [(HERE / f"{module}.py").read_text("utf-8") for module in modules]
     names = [name for text in texts for name in re.findall(r"^def (check_\w+)", text, re.M)]
-    assert len(names) > 3
+    assert names
     assert [line for line in command.output.splitlines() if line in names] == names
