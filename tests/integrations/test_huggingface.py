@@ -34,6 +34,8 @@ class AtStep(TrainerCallback):
 
 @pytest.mark.parametrize("rule", ["average", "elastic"])
 def test_alone_it_is_plain_training_to_the_bit(tmp_path, rule):
+    for name in ("plain", "ours"):
+        (tmp_path / name / "resume").mkdir(parents=True)  # of the user's own
     plain = trainer(tmp_path / "plain", gradient_accumulation_steps=2, **SAVING)
     plain.train()
     callback = SpringlineCallback(rule, period=5)
