@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from springline import __version__
+from springline import cli_options as options
 from springline.center import CenterError
 from springline.center.memory_file import TMPFS
 from springline.launch.directory import RUNS, LaunchError, find_run, is_at_work, short
@@ -31,9 +32,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-_CLUSTER = "Many machines"
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")]
-RunsArgument = Annotated[Path, typer.Argument(metavar="DIR", help="Where runs are, or one run.")]
 
 
 def _show_version(asked: bool) -> None:
@@ -54,120 +52,24 @@ def main(
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
-    script: Annotated[
-        str,
-        typer.Argument(
-            metavar="SCRIPT", help="The script that every worker runs; with `-m`, a module."
-        ),
-    ],
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="ARGS", help="The script's own arguments.", show_default=False),
-    ] = None,
-    module: Annotated[
-        bool, typer.Option("-m", help="SCRIPT is a module, run as with `python -m`.")
-    ] = False,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of workers; by default one per core, and on one machine at least two.",
-            metavar="N",
-        ),
-    ] = None,
-    ps: Annotated[
-        int | None,
-        typer.Option(
-            help="TensorFlow: start a cluster with this many parameter servers; 0 for none.",
-            metavar="N",
-            show_default="0",
-        ),
-    ] = None,
-    directory: Annotated[
-        Path | None,
-        typer.Option("--run", metavar="DIR", help="A run to resume, or a directory for a new one."),
-    ] = None,
-    max_restarts: Annotated[
-        int,
-        typer.Option(
-            metavar="K",
-            help="Restarts per worker within the window; the run ends when a worker dies once "
-            "more. -1: no limit.",
-        ),
-    ] = RestartPolicy.most,
-    restart_window: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", help="Restarts that are older than this do not count."),
-    ] = RestartPolicy.window,
-    start_from: Annotated[
-        Path | None,
-        typer.Option(
-            "--from",
-            metavar="FILE",
-            help="Begin a new run's center with this safetensors file, which has the model's "
-            "names. All workers take it, whatever they load.",
-        ),
-    ] = None,
-    yes: Annotated[
-        bool, typer.Option("--yes", help="Do not ask before a run goes on with another script.")
-    ] = False,
-    no_live: Annotated[
-        bool, typer.Option("--no-live", help="Print lines instead of the live screen.")
-    ] = False,
-    address: Annotated[
-        str | None,
-        typer.Option(
-            help="A Ray cluster that this machine is part of: `auto` or HOST:PORT.",
-            metavar="RAY",
-            rich_help_panel=_CLUSTER,
-        ),
-    ] = None,
-    center_shards: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of shards of the center; by default one per machine, at least two, "
-            "and fewer for a small model.",
-            metavar="S",
-            rich_help_panel=_CLUSTER,
-        ),
-    ] = None,
-    storage: Annotated[
-        str | None,
-        typer.Option(
-            help="Where the center's shards keep checkpoints: a directory that all machines see, "
-            "by default in the run's, or an fsspec URL; each run has its own directory below it. "
-            "`none` for no checkpoints.",
-            metavar="PLACE",
-            rich_help_panel=_CLUSTER,
-        ),
-    ] = None,
-    cpus: Annotated[
-        float | None,
-        typer.Option(
-            help="CPUs per worker.", metavar="C", show_default="1", rich_help_panel=_CLUSTER
-        ),
-    ] = None,
-    gpus: Annotated[
-        float | None,
-        typer.Option(
-            help="GPUs per worker.", metavar="G", show_default="0", rich_help_panel=_CLUSTER
-        ),
-    ] = None,
-    working_dir: Annotated[
-        Path | None,
-        typer.Option(
-            help="Directory to copy to every machine, but for runs/; SCRIPT runs from there.",
-            metavar="DIR",
-            rich_help_panel=_CLUSTER,
-        ),
-    ] = None,
-    env: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Send this environment variable to the workers, and no other; may be repeated.",
-            metavar="NAME",
-            rich_help_panel=_CLUSTER,
-        ),
-    ] = None,
+    script: options.Script,
+    arguments: options.Arguments = None,
+    module: options.Module = False,
+    workers: options.Workers = None,
+    ps: options.ParameterServers = None,
+    directory: options.RunOption = None,
+    max_restarts: options.MaxRestarts = RestartPolicy.most,
+    restart_window: options.RestartWindow = RestartPolicy.window,
+    start_from: options.StartFrom = None,
+    yes: options.Yes = False,
+    no_live: options.NoLive = False,
+    address: options.Address = None,
+    center_shards: options.CenterShards = None,
+    storage: options.Storage = None,
+    cpus: options.Cpus = None,
+    gpus: options.Gpus = None,
+    working_dir: options.WorkingDirectory = None,
+    env: options.Env = None,
 ) -> None:
     """Start SCRIPT on many workers, watch them, and keep the center."""
     from springline.monitor.screen import Screen
@@ -210,7 +112,7 @@ def run(
 
 @app.command()
 def top(
-    directory: RunArgument,
+    directory: options.RunArgument,
     once: Annotated[bool, typer.Option("--once", help="Print one picture and exit.")] = False,
 ) -> None:
     """Watch a run from outside, until it ends or Ctrl-C."""
@@ -232,7 +134,7 @@ def top(
 
 
 @app.command()
-def plot(directory: RunArgument) -> None:
+def plot(directory: options.RunArgument) -> None:
     """Draw a run: loss and accuracy against time, steps and bytes exchanged."""
     from springline.monitor.plot import draw
 
@@ -261,7 +163,7 @@ def export(
 
 
 @app.command()
-def ls(directory: RunsArgument = Path(RUNS)) -> None:
+def ls(directory: options.RunsArgument = Path(RUNS)) -> None:
     """List the runs in DIR, and what memory and disk they hold."""
     from springline.launch.holdings import find_holdings
     from springline.monitor.listing import show
@@ -281,7 +183,7 @@ def ls(directory: RunsArgument = Path(RUNS)) -> None:
 
 @app.command()
 def clean(
-    directory: RunsArgument = Path(RUNS),
+    directory: options.RunsArgument = Path(RUNS),
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Free memory and temporary files that no process uses. No run and no checkpoint is removed."""

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_torch_collective import torchrun
 from torch import distributed as dist
 from torch import nn
 from torch_training import INNERS, RULES, network, train, wrap
@@ -165,7 +166,7 @@ for step in springline.steps(int(os.environ["STEPS"])):
     models[1](models[0](torch.ones(1, 4))).sum().backward()
     generator.step()
     critic.step()
-    if springline.rank() == 1 and step == 4 and not died.exists():
+    if "DIES" in os.environ and springline.rank() == 1 and step == 4 and not died.exists():
         died.touch()
         os.kill(os.getpid(), 9)
 if generator.final():
@@ -188,6 +189,7 @@ def test_a_run_keeps_all_centers(directory, tmp_path, monkeypatch):
     """A worker is killed: rank 0, which has finished by then, must not keep it waiting."""
     script = tmp_path / "gan.py"
     script.write_text(SCRIPT)
+    monkeypatch.setenv("DIES", "1")
     printed = springline_run(directory, script, 6, monkeypatch)
     assert f"center-critic: it is in {directory}/center-critic.safetensors" in printed
     for name in ("center", "center-critic"):
@@ -208,3 +210,25 @@ def test_a_run_keeps_all_centers(directory, tmp_path, monkeypatch):
     again = load_file(directory / "center-critic.safetensors")
     exported = load_file(tmp_path / "c")
     assert all(torch.equal(exported[name], tensor) for name, tensor in again.items())
+
+
+def test_under_torchrun_each_has_its_center(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STEPS", "6")
+    script = tmp_path / "gan.py"
+    script.write_text(SCRIPT)
+    words = torchrun("--standalone", "--nproc-per-node", "2")
+    done = subprocess.run([*words, script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [directory] = tmp_path.glob("runs/torchrun-*")
+    for name in ("center", "center-critic"):
+        assert describe(directory / name / "checkpoint.safetensors").steps == [6, 6]
+    mine = load_file(directory / "mine.safetensors")
+    nn.Linear(3, 1).load_state_dict(mine)
+    for center, model in (("center", nn.Linear(4, 3)), ("center-critic", nn.Linear(3, 1))):
+        export = [sys.executable, "-m", "springline.cli", "export", directory / center]
+        subprocess.run([*export, tmp_path / center], check=True)
+        model.load_state_dict(load_file(tmp_path / center))
+    critic = load_file(tmp_path / "center-critic")
+    assert all(torch.equal(critic[name], tensor) for name, tensor in mine.items())
+    assert not [s for s in segments() if s.owner and directory in s.owner.parents]  # memory is free

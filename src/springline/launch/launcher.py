@@ -15,6 +15,7 @@ from springline.center import CenterError
 from springline.launch.backend import choose_backend, connect
 from springline.launch.directory import RunDirectory
 from springline.launch.keeper import LostError
+from springline.launch.pressure import AT_ONCE, WITHOUT_PS, Pressure
 from springline.launch.process import Task
 from springline.launch.program import Program, check_same
 from springline.launch.request import ClusterRequest, check_first_file, check_numbers
@@ -27,10 +28,6 @@ from springline.signals import noted
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that ask a launcher to stop
 _LOOK = 0.1  # seconds between two looks at the workers
 _PAUSE = 0.5  # seconds before a dead worker is restarted
-# Seconds after a stop was requested, and the signal that remaining workers get then.
-_PRESSURE = ((0.0, signal.SIGINT), (5.0, signal.SIGTERM), (8.0, signal.SIGKILL))
-# Without a parameter server a TensorFlow worker blocks in a call that ignores SIGINT.
-_PRESSURE_WITHOUT_PS = ((0.0, signal.SIGTERM), (3.0, signal.SIGKILL))
 
 
 class Launcher:
@@ -110,7 +107,7 @@ class Launcher:
         self._written: dict[str, Any] = {}
         self._heard: list[int] = []  # signals that have come
         self._status: int | None = None  # set when the run is to stop early
-        self._stopping_since, self._pressure = 0.0, list(_PRESSURE)
+        self._pressure: Pressure | None = None  # that makes workers end
 
     def run(self, tick: Callable[[], None] = lambda: None) -> int:
         """Start the workers and stay until all have ended. For the main thread, once.
@@ -165,7 +162,8 @@ class Launcher:
                     self._tell(text)
                 for text in process.new_warnings():
                     self._tell(f"{process.name.capitalize()}: {text}")
-            self._press()
+            if self._pressure:
+                self._pressure.apply(self._processes)
             self._backend.tick()
             self._record()
             tick()
@@ -201,7 +199,7 @@ class Launcher:
             return
         server.entry.state, self.failed = "failed", server
         self._stop(1)
-        self._pressure = list(_PRESSURE_WITHOUT_PS)
+        self._pressure = Pressure(WITHOUT_PS)
         how = f"{server.name.capitalize()} {server.describe_end()}"
         if server.entry.exit_code == 0:
             self._tell(
@@ -258,25 +256,16 @@ class Launcher:
         self._tell(text)
 
     def _stop(self, status: int) -> None:
-        """Ask all workers to end; `_press` enforces it."""
+        """Ask all workers to end; `_watch` enforces it."""
         if self._status is not None:
             return
         self._status = status
-        self._stopping_since = time.monotonic()
+        self._pressure = Pressure()
         Run(self.directory).stop()
         for process in self._processes:
             if process.entry.state == "restarting":
                 process.entry.state = "stopped"
                 process.release()
-
-    def _press(self) -> None:
-        if self._status is None:
-            return
-        waited = time.monotonic() - self._stopping_since
-        while self._pressure and waited >= self._pressure[0][0]:
-            _, number = self._pressure.pop(0)
-            for process in self._processes:
-                process.kill() if number == signal.SIGKILL else process.send(number)
 
     def _hear(self) -> None:
         while self._heard:
@@ -286,7 +275,7 @@ class Launcher:
                 end = "the workers end" if self.ps else "the workers end, the center is saved"
                 self._tell(f"Stopping: {end}. Ctrl-C again kills.")
             elif number != signal.SIGHUP:  # a terminal that closes may send several
-                self._pressure = [(0.0, signal.SIGKILL)]
+                self._pressure = Pressure(AT_ONCE)
 
     def _keep_center(self) -> None:
         try:

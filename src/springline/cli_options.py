@@ -1,0 +1,121 @@
+"""The arguments and options of the command line: their types, and what `--help` says of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_CLUSTER = "Many machines"
+
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")]
+RunsArgument = Annotated[Path, typer.Argument(metavar="DIR", help="Where runs are, or one run.")]
+
+# Of `springline run`.
+Script = Annotated[
+    str,
+    typer.Argument(
+        metavar="SCRIPT", help="The script that every worker runs; with `-m`, a module."
+    ),
+]
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="ARGS", help="The script's own arguments.", show_default=False),
+]
+Module = Annotated[bool, typer.Option("-m", help="SCRIPT is a module, run as with `python -m`.")]
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        help="Number of workers; by default one per core, and on one machine at least two.",
+        metavar="N",
+    ),
+]
+ParameterServers = Annotated[
+    int | None,
+    typer.Option(
+        help="TensorFlow: start a cluster with this many parameter servers; 0 for none.",
+        metavar="N",
+        show_default="0",
+    ),
+]
+RunOption = Annotated[
+    Path | None,
+    typer.Option("--run", metavar="DIR", help="A run to resume, or a directory for a new one."),
+]
+MaxRestarts = Annotated[
+    int,
+    typer.Option(
+        metavar="K",
+        help="Restarts per worker within the window; the run ends when a worker dies once "
+        "more. -1: no limit.",
+    ),
+]
+RestartWindow = Annotated[
+    float,
+    typer.Option(metavar="SECONDS", help="Restarts that are older than this do not count."),
+]
+StartFrom = Annotated[
+    Path | None,
+    typer.Option(
+        "--from",
+        metavar="FILE",
+        help="Begin a new run's center with this safetensors file, which has the model's "
+        "names. All workers take it, whatever they load.",
+    ),
+]
+Yes = Annotated[
+    bool, typer.Option("--yes", help="Do not ask before a run goes on with another script.")
+]
+NoLive = Annotated[bool, typer.Option("--no-live", help="Print lines instead of the live screen.")]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        help="A Ray cluster that this machine is part of: `auto` or HOST:PORT.",
+        metavar="RAY",
+        rich_help_panel=_CLUSTER,
+    ),
+]
+CenterShards = Annotated[
+    int | None,
+    typer.Option(
+        help="Number of shards of the center; by default one per machine, at least two, "
+        "and fewer for a small model.",
+        metavar="S",
+        rich_help_panel=_CLUSTER,
+    ),
+]
+Storage = Annotated[
+    str | None,
+    typer.Option(
+        help="Where the center's shards keep checkpoints: a directory that all machines see, "
+        "by default in the run's, or an fsspec URL; each run has its own directory below it. "
+        "`none` for no checkpoints.",
+        metavar="PLACE",
+        rich_help_panel=_CLUSTER,
+    ),
+]
+Cpus = Annotated[
+    float | None,
+    typer.Option(help="CPUs per worker.", metavar="C", show_default="1", rich_help_panel=_CLUSTER),
+]
+Gpus = Annotated[
+    float | None,
+    typer.Option(help="GPUs per worker.", metavar="G", show_default="0", rich_help_panel=_CLUSTER),
+]
+WorkingDirectory = Annotated[
+    Path | None,
+    typer.Option(
+        help="Directory to copy to every machine, but for runs/; SCRIPT runs from there.",
+        metavar="DIR",
+        rich_help_panel=_CLUSTER,
+    ),
+]
+Env = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Send this environment variable to the workers, and no other; may be repeated.",
+        metavar="NAME",
+        rich_help_panel=_CLUSTER,
+    ),
+]
