@@ -50,15 +50,22 @@ class Keeper:
         claim: the run's directory.
         say: prints that a checkpoint failed, or files were lost.
         name: the center's directory in it.
+        new: whether a center that is there was made in this launch.
     """
 
-    def __init__(self, claim: RunDirectory, say: Callable[[str], None], name: str = CENTER) -> None:
+    def __init__(
+        self,
+        claim: RunDirectory,
+        say: Callable[[str], None],
+        name: str = CENTER,
+        new: bool = False,
+    ) -> None:
         self._claim = claim
         self.name = name
         self.saved = _modified(self._checkpoint)  # when, in seconds since the epoch
         self.version: int | None = None  # of the final center
         self._center: Kept | None = None
-        self._made = _modified(self._layout)  # when, by an earlier launch
+        self._made = None if new else _modified(self._layout)  # when, by an earlier launch
         self._damage = ""  # what was lost, in words
         self._bare = False  # whether everything was, including what is written beside the center
         self._say = say

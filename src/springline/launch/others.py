@@ -26,6 +26,7 @@ class OtherKeepers:
     def __init__(self, claim: RunDirectory, say: Callable[[str], None]) -> None:
         self._claim, self._say = claim, say
         self._keepers: dict[str, Keeper] = {}
+        self._begun = False  # whether workers may have made some
 
     def look(self) -> None:
         """Begin to keep the centers that are new."""
@@ -34,8 +35,9 @@ class OtherKeepers:
             def say(text: str, name: str = name) -> None:
                 self._say(f"{name}: {text}")
 
-            self._keepers[name] = keeper = Keeper(self._claim, say, name)
+            self._keepers[name] = keeper = Keeper(self._claim, say, name, new=self._begun)
             keeper.start()
+        self._begun = True
 
     def finish(self) -> None:
         """Write the final centers, all that can be written, when all workers are gone.
