@@ -133,3 +133,17 @@ def test_import_springline_does_not_import_torch():
     code = "import springline, sys; springline.epochs([1], 1); print('torch' in sys.modules)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout == "False\n"
+
+
+def test_data_that_no_sampler_divides_is_warned_of(restarted, monkeypatch, caplog):
+    class RandomSampler:
+        """As torch's own."""
+
+    whole(springline.epochs(Loader("a", sampler=RandomSampler()), 1))
+    assert not caplog.records  # alone
+    monkeypatch.setenv("SPRINGLINE_WORKERS", "2")
+    whole(springline.epochs(Loader("a"), 1))
+    assert not caplog.records  # of a list nothing is known
+    whole(springline.epochs(Loader("a", sampler=RandomSampler()), 1))
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "RandomSampler does not divide its data between the 2 workers" in said

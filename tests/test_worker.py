@@ -19,7 +19,7 @@ from springline import (
     errors,
     progress,
 )
-from springline.center import Layout, LayoutError, NonFiniteError, RoundTimeoutError
+from springline.center import CenterError, Layout, LayoutError, NonFiniteError, RoundTimeoutError
 from springline.rules import SGD
 
 
@@ -317,4 +317,12 @@ def test_in_the_background_it_also_asks_for_what_the_rule_sends():
         worker.step()
     worker = Worker(model(), AGN(period=1, outer=SGD(1.0)), overlap=True)
     with pytest.raises(RuntimeError, match="observe"):
+        worker.step()
+
+
+def test_a_step_after_the_end_names_what_ended_it():
+    worker = Worker({"v": np.zeros(1)}, ElasticAverage(period=1))
+    worker.step()
+    worker.finish()
+    with pytest.raises(CenterError, match=r"Call it once, after the training loop"):
         worker.step()

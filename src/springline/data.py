@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Iterable, Iterator
 from itertools import islice
 from typing import Any, TypeVar
 
 from springline import checks
 from springline.progress import Claim, in_loop
+from springline.run import workers
 
+_log = logging.getLogger("springline")
 Batch = TypeVar("Batch", covariant=True)
 
 
@@ -39,7 +42,21 @@ def epochs(loader: Iterable[Batch], n: int) -> Iterator[tuple[int, Iterator[Batc
     """
     checks.count("n", n)
     length = _length(loader)
+    _warn_of_undivided(loader)
     return _epochs(loader, length, n, Claim(n * length))  # now: the steps are its own
+
+
+def _warn_of_undivided(loader: Any) -> None:
+    """Warn of torch's own samplers in a run: each worker would draw all of the data."""
+    sampler = type(getattr(getattr(loader, "batch_sampler", loader), "sampler", None))
+    if workers() > 1 and sampler.__name__ in ("RandomSampler", "SequentialSampler"):
+        _log.warning(
+            "The loader's %s does not divide its data between the %d workers: each draws all of "
+            "it. Give `DataLoader(..., sampler=springline.torch.ResumableSampler(dataset))`, "
+            "unless the dataset is this worker's own part already.",
+            sampler.__name__,
+            workers(),
+        )
 
 
 def _length(loader: Any) -> int:

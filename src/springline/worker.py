@@ -264,6 +264,12 @@ class Worker(WorkerArrays):
 
     def exchange(self) -> None:
         """Exchange with the center now."""
+        if self.finished and self.member.left:
+            raise CenterError(
+                f"Rank {self.rank} has finished and left the center: `finish()` or `final()` was "
+                "called before its last step. Call it once, after the training loop. To evaluate "
+                "the center in between, use `with opt.center_weights():`."
+            )
         before = list(self.exchanged_at)
         with deferred():
             self.gather()

@@ -88,6 +88,7 @@ class Member(ABC):
     rank: int
     start_step: int  # how far this rank had come when it joined; 0 in a new run
     was_sealed: bool  # whether the center was sealed when it joined
+    left: bool  # whether it has given its rank back
 
     @property
     @abstractmethod
