@@ -48,3 +48,6 @@ def launch(start, directory):
 def run(directory):
     """The run of `launch`."""
     return RunOnDisk(directory)
+
+
+collect_ignore_glob = ["keras_*.py"]  # scripts, each for a process with a backend of its own

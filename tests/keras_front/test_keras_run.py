@@ -49,7 +49,8 @@ def test_two_workers_in_rounds_are_the_twin(launch, directory, backend):
             np.testing.assert_allclose(ours[name], expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", ["torch", *slow("jax", "tensorflow")])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", "jax", "tensorflow"])
 def test_the_example_saves_the_center(launch, start, directory, tmp_path, run, backend):
     output = ended(launch(backend, EXAMPLE, "--epochs", 8))
     (reported,) = re.findall(r"Accuracy of the center: ([\d.]+)%", output)

@@ -212,6 +212,7 @@ def test_a_run_keeps_all_centers(directory, tmp_path, monkeypatch):
     assert all(torch.equal(exported[name], tensor) for name, tensor in again.items())
 
 
+@pytest.mark.slow
 def test_under_torchrun_each_has_its_center(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("STEPS", "6")
