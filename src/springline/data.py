@@ -65,7 +65,7 @@ def _length(loader: Any) -> int:
     except TypeError as error:
         raise TypeError(
             "`loader` must have a length: the number of batches in an epoch. Received: "
-            f"{type(loader).__name__}, whose length is not known ({error}). Give an IterableDataset "
+            f"{type(loader).__name__}, whose length is unknown ({error}). Give an IterableDataset "
             "a `__len__`, or count with `for step in springline.steps(n)`."
         ) from error
     if not length:
