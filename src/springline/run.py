@@ -39,6 +39,10 @@ from springline.launch_state import LaunchState
 
 REPORT, WARNINGS, FROM = "report.txt", "warnings", "SPRINGLINE_FROM"
 _TORCHS = {"RANK", "WORLD_SIZE", "MASTER_ADDR"}  # what a process group needs
+
+# What trainers take for a process group that is theirs: the model is then in
+# DistributedDataParallel, which gives all workers the same gradients.
+PROCESS_GROUP = (*sorted(_TORCHS), "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 _log = logging.getLogger("springline")
 
 

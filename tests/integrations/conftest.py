@@ -1,4 +1,4 @@
-"""Every test here: no run in the environment but the one that it starts."""
+"""Every test here: no run in the environment but its own, nor what a trainer left there."""
 
 import os
 
@@ -10,7 +10,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch):
+def alone():
+    before = dict(os.environ)
     for name in ("SPRINGLINE_RUN", "SPRINGLINE_RANK", "SPRINGLINE_WORKERS", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.delenv(name, raising=False)
+        os.environ.pop(name, None)
     torch.manual_seed(0)
+    yield
+    os.environ.clear()
+    os.environ.update(before)

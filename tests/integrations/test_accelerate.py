@@ -128,9 +128,9 @@ def test_a_loader_alone_keeps_its_order():
     assert data.taken == order
 
 
-def test_workers_have_parts_of_one_order(monkeypatch):
+def test_workers_have_parts_of_one_order(tmp_path, monkeypatch):
     monkeypatch.setenv("SPRINGLINE_WORKERS", "2")
-    monkeypatch.setenv("SPRINGLINE_RUN", "unused")
+    monkeypatch.setenv("SPRINGLINE_RUN", str(tmp_path))
     taken = {}
     for rank in range(2):
         monkeypatch.setenv("SPRINGLINE_RANK", str(rank))

@@ -5,11 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import MutableMapping
 
-from springline.run import Run
-
-# What trainers take for a process group that is theirs: the model is then in
-# DistributedDataParallel, which gives all workers the same gradients.
-_GROUP = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+from springline.run import PROCESS_GROUP, Run
 
 
 def local(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -24,7 +20,7 @@ def local(environment: MutableMapping[str, str] = os.environ) -> None:
     >>> sorted(started.items())[:3]
     [('SPRINGLINE_RANK', '1'), ('SPRINGLINE_RUN', 'runs/a'), ('SPRINGLINE_WORKERS', '2')]
     """
-    if not any(name in environment for name in _GROUP):
+    if not any(name in environment for name in PROCESS_GROUP):
         return
     run = Run.from_environment(environment)
     if run.workers > 1 and run.directory is None:
@@ -37,5 +33,5 @@ def local(environment: MutableMapping[str, str] = os.environ) -> None:
     environment["SPRINGLINE_WORKERS"] = str(run.workers)
     if run.directory:
         environment["SPRINGLINE_RUN"] = str(run.directory)
-    for name in _GROUP:
+    for name in PROCESS_GROUP:
         environment.pop(name, None)

@@ -22,7 +22,7 @@ from springline.center.waiting import is_stopped
 from springline.files import open_to_append
 from springline.launch import guard as guards
 from springline.launch_state import WorkerEntry
-from springline.run import WARNINGS
+from springline.run import PROCESS_GROUP, WARNINGS
 
 Job = Literal["ps", "worker"]
 # Log lines of TensorFlow's and gRPC's C++ code, often after the script's own last line.
@@ -237,15 +237,19 @@ def environment(
 ) -> dict[str, str]:
     """Return a worker's environment: its place in the run, its share of the cores.
 
+    A process group that the launcher is in, as in a pod of Kubeflow, is not the worker's.
+
     >>> ours = environment({"OMP_NUM_THREADS": "3"}, Path("/run"), 1, 2)
     >>> ours["SPRINGLINE_RUN"], ours["SPRINGLINE_RANK"], ours["MKL_NUM_THREADS"]
     ('/run', '1', '3')
+    >>> "RANK" in environment({"RANK": "0", "WORLD_SIZE": "2"}, Path("/run"), 1, 2)
+    False
     """
     share = inherited.get("OMP_NUM_THREADS") or str(max(1, cores() // workers))
     return {
         **_MEMORY,
         **dict.fromkeys(_THREADS, share),
-        **inherited,
+        **{name: value for name, value in inherited.items() if name not in PROCESS_GROUP},
         "PYTHONUNBUFFERED": "1",
         "SPRINGLINE_RUN": str(directory),
         "SPRINGLINE_RANK": str(rank),
