@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from springline import AGN, ElasticAverage, SharedCenter, Worker
-from springline.center import CenterError, Layout
+from springline import AGN, ElasticAverage, ModelAverage, SharedCenter, Worker
+from springline.center import CenterError, Layout, member
 from springline.rules import Adam
 from springline.sealed import read_json, write_json
 
@@ -194,6 +194,23 @@ def test_retire_saves_and_frees(directory):
     with create(directory, rule=ADAM) as again:
         np.testing.assert_array_equal(again.values()["v"], values["v"])
         assert again.version == 2
+
+
+def test_a_restored_center_is_not_waited_at_for_long(directory, together, monkeypatch):
+    rule = ModelAverage(workers=2, period=1)
+    center = create(directory, rule=rule)
+
+    def train(rank):
+        worker = Worker(VALUES, rule, center, rank, timeout=20)
+        worker.step()
+        worker.finish()
+
+    together(lambda: train(0), lambda: train(1))
+    center.retire()  # by the last of them, as under `torchrun`, which then restarts the other
+    monkeypatch.setattr(member, "_GATHER", 0.1)
+    with create(directory, rule=rule) as again:
+        Worker(VALUES, rule, again, 0, timeout=20).finish()
+        assert again.finished() == [0]
 
 
 def test_one_line_says_whose_values_count(directory, caplog):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
 # if they appear to run, and if the last exchange left the same shards out.
 _STOPPED, _LONGEST, _AGAIN = 0.1, 10.0, 0.01
 _PAUSE, _LONGEST_PAUSE = 50e-6, 5e-3  # between two attempts
+_GATHER = 10.0  # seconds to wait for all ranks of a center that was restored
 _log = logging.getLogger("springline")
 
 
@@ -163,15 +165,19 @@ class MemoryMember(Member):
         return self.center.sealed
 
     def barrier(self) -> None:
-        """Wait until all ranks are present at once, or have been before."""
+        """Wait until all ranks are present at once, or have been before.
+
+        If the center was restored, some may have finished before: it does not wait for long.
+        """
         head, ranks = self.center.memory.head, self.center.memory.ranks
+        until = time.monotonic() + (_GATHER if ranks[:, STEPS].any() else math.inf)
 
         def missing() -> list[str]:
             here = {rank for rank in self.center.members() if ranks[rank, JOINED] == HERE}
             return [self.center.who(r) for r in range(self.center.plan.workers) if r not in here]
 
         def done() -> bool:
-            if not head[STARTED] and not missing():
+            if not head[STARTED] and (time.monotonic() > until or not missing()):
                 head[STARTED] = 1
             return bool(head[STARTED])
 
