@@ -42,6 +42,10 @@ class CheckpointError(CenterError, ValueError):
     """A checkpoint is damaged or belongs to another model."""
 
 
+class FinishedError(CenterError):
+    """A script trains on with a worker that it has finished."""
+
+
 class EndedError(CenterError):
     """The center is not there any more, and does not come back by itself."""
 

@@ -1,7 +1,8 @@
-"""A mistake in a script's settings ends its run at once: every restart would end in the same way.
+"""A mistake in a script ends its run at once: every restart would end in the same way.
 
 Under `springline run` a worker whose script fails before its first step with an error that
-springline itself raises, over what it was given, ends with this status instead of 1.
+springline itself raises, over what it was given, ends with this status instead of 1. So does one
+whose script trains on after it has finished.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from springline import progress
-from springline.errors import CheckpointError, DamagedError, RankError
+from springline.errors import CheckpointError, DamagedError, FinishedError, RankError
 
 MISTAKE = 78  # EX_CONFIG of sysexits.h
 _OURS = Path(__file__).parent
@@ -36,6 +37,8 @@ def watch() -> None:
 
 def is_mistake(error: BaseException, trace: TracebackType | None) -> bool:
     """Whether no restart can mend an error that a script has not caught."""
+    if isinstance(error, FinishedError):
+        return True
     while trace and trace.tb_next:
         trace = trace.tb_next
     if trace is None or progress.has_stepped():

@@ -19,7 +19,7 @@ from springline.center.center import Center, Local
 from springline.center.first_values import OtherNames
 from springline.center.layout import Bytes, Layout, aligned_zeros
 from springline.center.memory import LocalCenter
-from springline.errors import CenterError, NonFiniteError, SettingsError
+from springline.errors import CenterError, FinishedError, NonFiniteError, SettingsError
 from springline.pace import Pace
 from springline.replicas import Replicas
 from springline.rules.rule import Rule
@@ -265,7 +265,7 @@ class Worker(WorkerArrays):
     def exchange(self) -> None:
         """Exchange with the center now."""
         if self.finished and self.member.left:
-            raise CenterError(
+            raise FinishedError(
                 f"Rank {self.rank} has finished and left the center: `finish()` or `final()` was "
                 "called before its last step. Call it once, after the training loop. To evaluate "
                 "the center in between, use `with opt.center_weights():`."

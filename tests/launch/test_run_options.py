@@ -179,12 +179,18 @@ MISTAKES = {
         "period=",
     ),
     "a count": ("springline.steps(-1)", "`n` must be an integer >= 0"),
+    "finish() before the last step": (
+        "worker = springline.Worker({'w': np.zeros(3)}, springline.ElasticAverage(period=1, "
+        "workers=2), center=run.center_directory, rank=run.rank)\n"
+        "worker.step(); worker.finish(); worker.step()",
+        "called before its last step",
+    ),
 }
 IMPORTS = "import time, numpy as np, springline\nrun = springline.run.Run.from_environment()\n"
 
 
 @pytest.mark.parametrize("which", MISTAKES)
-def test_a_mistake_in_the_settings_ends_the_run_at_once(command, script, run, which):
+def test_a_mistake_ends_the_run_at_once(command, script, run, which):
     line, sentence = MISTAKES[which]
     ended = command("run", "--workers", 2, "--run", run.path, script(f"{IMPORTS}{line}\n"))
     assert ended.process.returncode == 1, ended.output

@@ -123,7 +123,9 @@ class CenterReader(Wrapper):
         if self._owns_center and worker.rule.follows and not worker.rule.keeps_base:
             while worker.unexchanged:
                 worker.exchange()
-        elif not self._warned and (is_over() or (worker.unexchanged > 1 and not worker.exchanges)):
+            return
+        never = worker.unexchanged > 1 and not (worker.exchanges or worker.start_step)
+        if not self._warned and (is_over() or never):
             self._warned = True
             _log.warning(
                 "What rank %d has made since its last exchange (steps: %d) is not in the center, "

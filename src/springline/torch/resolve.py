@@ -66,7 +66,8 @@ def check_not_wrapped(named: Iterable[Named]) -> None:
         if id(n.parameter) in theirs:
             raise ValueError(
                 f"Parameter {n.name!r} is in another wrapped optimizer of this script, which is "
-                "not finished. Each parameter needs a center of its own: wrap it once."
+                "not finished. Each parameter needs a center of its own: wrap it once. To begin a "
+                "second phase, call `finish()` of the first optimizer before."
             )
 
 
