@@ -62,6 +62,14 @@ def test_alone_it_resumes_to_the_bit_in_the_middle_of_a_period(tmp_path, rule):
     assert same(weights(again.model), weights(whole.model))
 
 
+def test_a_checkpoint_of_the_last_step_is_warned_of(tmp_path, caplog):
+    trainer(tmp_path / "first", SpringlineCallback("diloco", period=5), **SAVING).train()
+    again = trainer(tmp_path / "again", SpringlineCallback("diloco", period=5), **SAVING)
+    assert "Nothing was trained" not in caplog.text
+    again.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-12"))
+    assert "Nothing was trained: the checkpoint that this run begins with is of" in caplog.text
+
+
 def test_evaluations_checkpoints_and_the_model_afterwards_are_of_the_center(tmp_path):
     seen = {}
 

@@ -157,6 +157,14 @@ def test_alone_a_checkpoint_goes_on_to_the_bit(tmp_path):
     same(weights(fit(*again, ckpt_path=saved, **options)[0]), weights(whole))
 
 
+def test_a_checkpoint_of_the_last_step_is_warned_of(tmp_path, caplog):
+    _, first = fit(Springline("average"))
+    first.save_checkpoint(tmp_path / "last.ckpt")
+    assert "Nothing was trained" not in caplog.text
+    fit(Springline("average"), ckpt_path=tmp_path / "last.ckpt")
+    assert "Nothing was trained" in caplog.text
+
+
 def test_a_learning_rate_monitor_sees_the_schedule(tmp_path):
     monitor = LearningRateMonitor("step")
     fit(Springline("average"), monitor, logger=CSVLogger(tmp_path), log_every_n_steps=1)

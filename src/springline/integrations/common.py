@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import MutableMapping
 
 from springline.run import PROCESS_GROUP, Run
+
+_log = logging.getLogger("springline")
 
 
 def local(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -35,3 +38,12 @@ def local(environment: MutableMapping[str, str] = os.environ) -> None:
         environment["SPRINGLINE_RUN"] = str(run.directory)
     for name in PROCESS_GROUP:
         environment.pop(name, None)
+
+
+def warn_of_nothing_left(checkpoint: object) -> None:
+    """Warn of a checkpoint with which a run begins, and after which there is no step to make."""
+    _log.warning(
+        "Nothing was trained: %s is of the last step. Raise the number of steps or epochs to train "
+        "on, or leave the checkpoint out.",
+        checkpoint,
+    )

@@ -18,7 +18,7 @@ from transformers.training_args import ParallelMode
 
 import springline
 from springline.integrations.accelerate import shard, take_rank
-from springline.integrations.common import local
+from springline.integrations.common import local, warn_of_nothing_left
 from springline.integrations.huggingface_resume import bring_to, checkpoint_at, complete
 from springline.torch import wrap
 from springline.torch.by_name import check_rule
@@ -177,6 +177,8 @@ class SpringlineCallback(TrainerCallback):
                     self._found,
                     self.optimizer.worker.center.version,
                 )
+        elif state.global_step >= state.max_steps:
+            warn_of_nothing_left("the checkpoint that this run begins with")
         for _ in range(start, state.global_step):  # made before this run
             next(self._steps, None)
 

@@ -17,6 +17,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from springline.files import write_text
+from springline.integrations.common import warn_of_nothing_left
 from springline.integrations.lightning_strategy import OneOfMany, center_optimizer
 from springline.progress import log, start_step
 from springline.run import Run, stopping
@@ -64,6 +65,7 @@ class Springline(Callback):
             raise ValueError(f"`rule` must be one of {names}. Received: rule={rule!r}.")
         self.rule, self.options = rule, options
         self._run = Run.from_environment()
+        self._trained = False  # whether there was a step to make
         self._first = 0  # the step that the run began with: that of a checkpoint
         self._behind: list[Any] = []  # groups and schedules that are to be brought to the step
         self._logged: dict[str, Any] = {}
@@ -133,6 +135,7 @@ class Springline(Callback):
         self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log; finish after the last step, so that what follows sees the center of all workers."""
+        self._trained = True
         if trainer.global_step % trainer.log_every_n_steps == 0 and isinstance(outputs, dict):
             self._log_metrics(trainer, loss=outputs["loss"])
         if stopping():
@@ -160,6 +163,8 @@ class Springline(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Do it here if the rank had made all its steps before it was restarted."""
         _finish(trainer)
+        if trainer.ckpt_path and not (start_step() or self._trained):
+            warn_of_nothing_left(trainer.ckpt_path)
 
     def on_exception(self, trainer: Trainer, *_: Any) -> None:
         """Take the center out of the model."""
