@@ -18,3 +18,5 @@ def alone():
     yield
     os.environ.clear()
     os.environ.update(before)
+    if torch.distributed.is_initialized():  # Lightning's DDP has, before our callback refuses it
+        torch.distributed.destroy_process_group()

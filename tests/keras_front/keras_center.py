@@ -37,9 +37,12 @@ class Other(keras.callbacks.Callback):
     It also notes what the model holds, and when.
     """
 
+    RATE = 0.05
+
     def __init__(self, callback, center, rule, move):
         super().__init__()
-        self.callback, self.center, self.rule, self.move = callback, center, rule, move
+        self.callback, self.center, self.rule = callback, center, rule
+        self.slope = -move / self.RATE
         self.seen = {"test": [], "epoch": [], "begin": [], "end": []}
 
     def on_train_begin(self, logs=None):
@@ -55,8 +58,13 @@ class Other(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         back(self.callback.worker)
-        for x in self.worker.parameters.values():
-            x += self.move
+        parameters = self.worker.parameters
+        gradients = {name: np.full_like(x, self.slope) for name, x in parameters.items()}
+        if self.rule.accumulates:
+            self.worker.set_learning_rate(self.RATE)
+        self.worker.observe(gradients)
+        for name, x in parameters.items():
+            x -= self.RATE * gradients[name]
         self.worker.step()
         back(self.worker)
         if BACKEND == "jax" and batch == 12:
@@ -87,12 +95,23 @@ def check_two_workers_are_the_twin():
         ("ElasticAverage", {"moving_rate": 0.3}),
         ("AsyncDiLoCo", {"outer": Nesterov(0.5, 0.5)}),
         ("AsyncDiLoCo", {"delay": 2, "mixing": 0.25}),
+        ("ElasticAverage", {"moving_rate": 0.3, "rho": 0.5}),
+        ("AGN", {}),
+        ("AGN", {"fragments": 2, "period": 4}),
     ):
+        settings = {"period": 5} | settings
+        inner = keras.optimizers.SGD(0.05)
+        given, outer = {}, {}
+        if kind == "AGN" or "rho" in settings:
+            given = {"optimizer": inner}
+        if kind == "AGN":
+            outer = {"outer": springline.outer.SGD(0.05)}
         model = line()
         start = arrays(model)
-        rule = getattr(springline, kind)(period=5, workers=2, **settings)
+        rule = getattr(springline, kind)(workers=2, **settings, **outer)
         center = shared_center(model, rule)
-        callback = getattr(front, kind)(period=5, center=center, **settings)
+        callback = getattr(front, kind)(center=center, **settings, **given)
+        model.compile(callback.optimizer or inner, "mse")
         other = Other(callback, center, rule, move=0.01)
         fit(model, Ends(other), callback, other, shuffle=False, validation_data=None)
 

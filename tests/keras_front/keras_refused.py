@@ -27,9 +27,22 @@ def check_refused():
     refused(ValueError, "`timeout` must be seconds >= 0", front.ModelAverage, timeout=-1)
     words = "`use_locking` must be True or False"
     refused(TypeError, words, front.ModelAverage, use_locking="no")
-    refused(ValueError, "`rho` must be 0 in springline.keras", front.ElasticAverage, rho=0.1)
-    for name in ("AGN", "AGNOptimizer", "SlowMo"):
-        refused(ImportError, f"springline.keras has no {name}", getattr, front, name)
+    refused(ValueError, "`rho` adds to every step's gradients", front.ElasticAverage, rho=0.1)
+    refused(ValueError, "without `rho` leave it out", front.ElasticAverage, optimizer="sgd")
+    refused(ImportError, "springline.keras has no SlowMo", getattr, front, "SlowMo")
+    agn = front.AGN("adam")
+    words = "Compile the model with `callback.optimizer`"
+    refused(ValueError, words, fit, network(), agn)
+    pulled = front.ElasticAverage(optimizer="sgd", rho=0.1)
+    refused(ValueError, words, fit, network(optimizer=pulled.optimizer), agn)
+    words = "an optimizer of Keras itself. Received: Observed(rho=0)"
+    refused(ValueError, words, fit, network(optimizer=agn.optimizer), front.DiLoCo())
+    refused(ValueError, "Pass `outer=`, one of", front.AGN, "rmsprop")
+    clipped = keras.optimizers.Adam(clipnorm=1.0)
+    refused(ValueError, "Received: Adam with clipnorm", front.AGN, clipped)
+    refused(TypeError, "Observed cannot be inside", front.AGN, agn.optimizer)
+    scaled = keras.optimizers.SGD(loss_scale_factor=2.0)
+    refused(ValueError, "`loss_scale_factor` scales", front.AGN, scaled)
     ema = network(optimizer=keras.optimizers.Adam(use_ema=True))
     refused(ValueError, "`use_ema=True`", fit, ema, front.ElasticAverage())
     if BACKEND == "tensorflow":

@@ -63,7 +63,12 @@ def numbers():
 
 def epochs(rule, count, pause):
     """Epochs, to be killed in."""
-    fit(getattr(front, rule)(period=5), int(count), pause=float(pause))
+    if rule == "AGN":
+        callback, model = front.AGN(keras.optimizers.SGD(0.05), period=5), line()
+        model.compile(callback.optimizer, "mse")
+        fit(callback, int(count), model=model, pause=float(pause))
+    else:
+        fit(getattr(front, rule)(period=5), int(count), pause=float(pause))
 
 
 def endless(count, pause):

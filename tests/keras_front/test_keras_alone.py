@@ -8,15 +8,16 @@ import pytest
 from marks import slow
 
 HERE = Path(__file__).parent
-ALL = "keras_center keras_alone keras_refused"
+ALL = "keras_center keras_alone keras_observed keras_refused"
 
 
 @pytest.mark.parametrize(
     "case",
     [
         "jax keras_center",
-        "torch keras_alone keras_refused",
-        *slow("jax keras_alone", "jax keras_refused", "torch keras_center", f"tensorflow {ALL}"),
+        "torch keras_alone keras_observed keras_refused",
+        *slow("jax keras_alone", "jax keras_observed keras_refused", "torch keras_center"),
+        *slow(f"tensorflow {ALL}"),
     ],
 )
 def test_in_one_process(start, tmp_path, case):

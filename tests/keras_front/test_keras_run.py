@@ -95,6 +95,7 @@ def killed(run, command, rank, step):
     [
         "torch ElasticAverage",
         *slow("jax ElasticAverage", "jax ModelAverage", "torch DiLoCo", "tensorflow DiLoCo"),
+        *slow("jax AGN", "torch AGN", "tensorflow AGN"),
     ],
 )
 def test_a_worker_that_is_killed_makes_the_rest_of_its_steps(launch, run, case):

@@ -10,16 +10,16 @@ except ModuleNotFoundError as error:
 if int(_keras.__version__.partition(".")[0]) < 3:
     raise ImportError(f"springline.keras needs Keras 3. Received: keras {_keras.__version__}.")
 
-from springline.keras.callbacks import AsyncDiLoCo, DiLoCo, ElasticAverage, ModelAverage
+from springline.keras.callbacks import AGN, AsyncDiLoCo, DiLoCo, ElasticAverage, ModelAverage
 
-__all__ = ["AsyncDiLoCo", "DiLoCo", "ElasticAverage", "ModelAverage"]
+__all__ = ["AGN", "AsyncDiLoCo", "DiLoCo", "ElasticAverage", "ModelAverage"]
 
 
 def __getattr__(name: str) -> object:
-    if name in ("AGN", "AGNOptimizer", "SlowMo"):
+    if name == "SlowMo":
         raise ImportError(  # an AttributeError would lose its text in `from ... import`
-            f"springline.keras has no {name}: it needs every step's gradients or learning rate, "
-            "which a callback does not see. With a loop of your own, springline.torch has it on "
-            "Keras' torch backend, and springline.tensorflow has AGN."
+            "springline.keras has no SlowMo: it needs every step's learning rate, which a callback "
+            "does not see. With a loop of your own, springline.torch has it on Keras' torch "
+            "backend."
         )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

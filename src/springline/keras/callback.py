@@ -18,6 +18,7 @@ from springline.center.extras import write_extras
 from springline.center.remote.center import RemoteCenter
 from springline.checks import seconds, true_or_false
 from springline.files import can_do_without
+from springline.keras.observed import Observed, observed_of
 from springline.keras.refused import check_first_epoch, check_model, check_run
 from springline.keras.weights import Weights, arrays
 from springline.rules.rule import Rule
@@ -42,10 +43,12 @@ class CenterCallback(keras.callbacks.Callback):  # type: ignore[misc]
        the center of them all.
 
     Attributes:
+        optimizer: what the model is to be compiled with, under rules that need gradients.
         worker: the worker of the last `fit`; None before the first.
         final: after `fit`, whether this worker is the one that reports and writes files.
     """
 
+    optimizer: Observed | None = None
     worker: Worker | None = None
     final = False
     _warned = False  # that an epoch is shorter than the period
@@ -77,6 +80,7 @@ class CenterCallback(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_begin(self, logs: Any = None) -> None:
         """Join the center."""
         check_model(self._model, self.model, self._rule)
+        self._observed = observed_of(self.model, self.optimizer)
         self._leave()
         self._weights = Weights(self.model)
         self._length: int | None = self.params.get("steps")  # of an epoch
@@ -227,6 +231,8 @@ class CenterCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._write_extras(worker)
         self.final = progress.wait_for_all(worker, self._timeout, self._first + self._made)
         self._weights.write(worker.center.values())
+        if self._observed:
+            self._observed.rest()
         if self._skips:
             self.model._initial_epoch = None
 
@@ -248,12 +254,16 @@ class CenterCallback(keras.callbacks.Callback):  # type: ignore[misc]
             self._sync()
             worker = self._joined()
             self._weights.read(worker.parameters, worker.buffers)
+            if self._observed:
+                self._observed.read(worker, self._weights.trained)
 
     def _scatter(self) -> None:
         if not self._holds_center:
             self._sync()
             worker = self._joined()
             self._weights.write({**worker.parameters, **worker.buffers})
+            if self._observed:
+                self._observed.write(worker, self._weights.trained)
 
     def _sync(self) -> None:
         """Let the variables hold what JAX's trainer has; it takes them again at its next step."""

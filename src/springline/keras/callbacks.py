@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from springline import rules
 from springline.keras.callback import AnyCenter, CenterCallback
+from springline.keras.observed import Observed, outer_like
+from springline.keras.refused import check_outer
 from springline.rules import AsyncDiLoCo as AsyncDiLoCoRule
 from springline.rules import DiLoCo as DiLoCoRule
 from springline.rules import ElasticAverage as ElasticAverageRule
@@ -20,7 +25,10 @@ class ElasticAverage(CenterCallback):
         period: τ, local steps between two exchanges of the whole model: a number, one of
             `springline.schedule`, or a function of the step.
         moving_rate: α in (0, 1], by default 0.9 / workers.
-        rho: only 0; a callback does not see the gradients that a penalty adds to.
+        rho: ρ, the exploration penalty: the loss gains `ρ·½‖x − c̃‖²`, with `c̃` the center as it
+            was at the last exchange. It needs `optimizer`.
+        optimizer: with `rho`, any of Keras' or its name. The model is compiled with
+            `callback.optimizer`, which is around it.
         fragments: into how many parts the model is cut, or lists of their weights' paths (or the
             beginnings of paths); one is exchanged every period/fragments steps.
         overlap: exchange in the background, and keep the steps that are made meanwhile.
@@ -41,6 +49,7 @@ class ElasticAverage(CenterCallback):
         period: Period = 10,
         moving_rate: float | None = None,
         rho: float = 0.0,
+        optimizer: Any = None,
         fragments: Fragments = 1,
         overlap: bool = False,
         use_locking: bool = True,
@@ -49,16 +58,19 @@ class ElasticAverage(CenterCallback):
         timeout: float | None = None,
         keep_own_weights: bool = False,
     ) -> None:
-        if rho:
+        if bool(rho) != (optimizer is not None):
             raise ValueError(
-                "`rho` must be 0 in springline.keras: its penalty is added to every step's "
-                "gradients, which a callback does not see. With a loop of your own, springline."
-                "torch has it on Keras' torch backend, and springline.tensorflow on TensorFlow's. "
-                f"Received: rho={rho!r}."
+                "`rho` adds to every step's gradients, and needs `optimizer=`; without `rho` leave "
+                "it out. Compile the model with `callback.optimizer`. Received: "
+                f"rho={rho!r}, optimizer={optimizer!r}."
             )
         super().__init__(
             lambda workers: ElasticAverageRule(
-                period=period, workers=workers, fragments=fragments, moving_rate=moving_rate
+                period=period,
+                workers=workers,
+                fragments=fragments,
+                moving_rate=moving_rate,
+                rho=rho,
             ),
             center=center,
             timeout=timeout,
@@ -67,6 +79,8 @@ class ElasticAverage(CenterCallback):
             synchronous=synchronous,
             keep_own_weights=keep_own_weights,
         )
+        if rho:
+            self.optimizer = Observed(optimizer, rho)
 
 
 class ModelAverage(CenterCallback):
@@ -143,7 +157,7 @@ class DiLoCo(CenterCallback):
         timeout: float | None = None,
         keep_own_weights: bool = False,
     ) -> None:
-        own = {} if outer is None else {"outer": _checked(outer)}
+        own = {} if outer is None else {"outer": check_outer(outer)}
         super().__init__(
             lambda workers: DiLoCoRule(
                 period=period,
@@ -206,7 +220,7 @@ class AsyncDiLoCo(CenterCallback):
         timeout: float | None = None,
         keep_own_weights: bool = False,
     ) -> None:
-        own = {} if outer is None else {"outer": _checked(outer)}
+        own = {} if outer is None else {"outer": check_outer(outer)}
         super().__init__(
             lambda workers: AsyncDiLoCoRule(
                 period=period,
@@ -227,10 +241,58 @@ class AsyncDiLoCo(CenterCallback):
         )
 
 
-def _checked(outer: Outer) -> Outer:
-    if not isinstance(outer, Outer):
-        raise TypeError(
-            "`outer` must be one of `springline.outer`, such as `springline.outer.Nesterov(0.7, "
-            f"0.9)`. Received: outer={outer!r}."
+class AGN(CenterCallback):
+    """AGN: every few steps the mean gradient takes one step of an outer optimizer on the center.
+
+    The model is compiled with `callback.optimizer`, which is around the one given here.
+
+    Args:
+        optimizer: any of Keras', or its name.
+        period: τ, local steps between two exchanges of the whole model: a number, one of
+            `springline.schedule`, or a function of the step.
+        outer: the outer optimizer, one of `springline.outer`, with a learning rate of its own. By
+            default it is like `optimizer`, where that is SGD or Adam, and follows its rate.
+        fragments: into how many parts the model is cut, or lists of their weights' paths (or the
+            beginnings of paths); one is exchanged every period/fragments steps.
+        use_locking: whether an exchange is atomic, per part of the center; False only with `SGD` as
+            the outer optimizer, since all others have state.
+        synchronous: whether all workers wait for each other before the first step.
+        center: a center, or the directory of a shared one. By default that of the run the script
+            was started in, else one of this worker's own.
+        timeout: seconds after which waiting for other workers fails, naming them.
+        keep_own_weights: whether a worker goes on with weights that another callback has loaded
+            when `fit` begins, where the center has others by then.
+
+    >>> callback = AGN("adam", period=5)  # model.compile(callback.optimizer, ...)
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        *,
+        period: Period = 10,
+        outer: Outer | None = None,
+        fragments: Fragments = 1,
+        use_locking: bool = True,
+        synchronous: bool = False,
+        center: AnyCenter = None,
+        timeout: float | None = None,
+        keep_own_weights: bool = False,
+    ) -> None:
+        around = Observed(optimizer)
+        own = outer_like(around.inner_optimizer) if outer is None else check_outer(outer)
+        super().__init__(
+            lambda workers: rules.AGN(
+                period=period,
+                workers=workers,
+                fragments=fragments,
+                outer=own,
+                fixed_rate=outer is not None,
+            ),
+            center=center,
+            timeout=timeout,
+            use_locking=use_locking,
+            synchronous=synchronous,
+            keep_own_weights=keep_own_weights,
         )
-    return outer
+        self.optimizer = around

@@ -7,6 +7,7 @@ from typing import Any
 import keras  # type: ignore[import-untyped]
 
 from springline.errors import SettingsError
+from springline.rules import Outer
 from springline.rules.rule import Rule
 from springline.run import Run
 
@@ -29,7 +30,9 @@ def check_model(given: Any, model: Any, rule: Rule) -> None:
         strategy = type(model.distribute_strategy).__name__
         if strategy not in _PLAIN:
             _refuse_replicas(f"tf.distribute.{strategy}")
-    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    optimizer = model.optimizer
+    while hasattr(optimizer, "inner_optimizer"):
+        optimizer = optimizer.inner_optimizer
     if getattr(optimizer, "use_ema", False):
         raise SettingsError(
             f"The optimizer {optimizer.name!r} has `use_ema=True`: Keras puts its moving average "
@@ -61,6 +64,16 @@ def check_first_epoch(epoch: int) -> None:
             "`initial_epoch` out, and give BackupAndRestore a directory that no earlier run has "
             f"left. Received: initial_epoch={epoch}."
         )
+
+
+def check_outer(outer: Outer) -> Outer:
+    """Return an outer optimizer; refuse anything else."""
+    if not isinstance(outer, Outer):
+        raise TypeError(
+            "`outer` must be one of `springline.outer`, such as `springline.outer.Nesterov(0.7, "
+            f"0.9)`. Received: outer={outer!r}."
+        )
+    return outer
 
 
 def _refuse_replicas(what: str) -> None:
