@@ -83,6 +83,8 @@ class WorkerArrays:
         self._base = layout.views(self.local.base) if self.local.base is not None else {}
         self._work = np.empty(0, np.uint8)
         self._hooks: tuple[Callable[[], Any], Callable[[], Any]] = (lambda: None, lambda: None)
+        if rule.own_rates:
+            self.set_learning_rate({name: rule.outer.rate(name, 0) for name in self.parameters})
 
     def bind(self, gather: Callable[[], Any], scatter: Callable[[], Any]) -> None:
         """Let a front end bring what it holds elsewhere into `x`, and back.

@@ -163,11 +163,10 @@ class Worker(WorkerArrays):
     def outer_rate(self) -> float:
         """Return the outer learning rate of the last exchange; NaN if the rule has none."""
         outer, name = self.rule.outer, next(iter(self.parameters))
+        if self.rule.own_rates:
+            return float(self.local.rates[self.layout.index[name]])
         if "learning_rate" not in self.rule.settings().get("outer", {}):
             return math.nan
-        sent = float(self.local.rates[self.layout.index[name]])
-        if sent >= 0 and not self.rule.sends_rates:
-            return sent
         done = 1
         if callable(outer.learning_rate):
             done = self.member.number if self.in_rounds else self.center.version

@@ -1,10 +1,11 @@
 """AGN's outer optimizer lives in the center: whole parameters, own rates, skipped ones."""
 
 import numpy as np
+import pytest
 from centers import model, on
 from safetensors.numpy import load_file
 
-from springline import AGN
+from springline import AGN, SettingsError
 from springline.rules import SGD, Adam, Outer
 from springline.rules.reference import Twin
 
@@ -53,6 +54,37 @@ def test_learning_rates_travel_with_the_message(place):
     one.observe(model(v=[1], w=[1]))
     one.step()
     assert float(one.parameters["v"][0]) == -1.5
+
+
+@on("asynchronous")
+def test_workers_step_with_their_own_outer_rates(place):
+    """Wherever the step is made, and also if nobody sets the rate."""
+    c = 0.0
+    for rank, rate in enumerate((0.5, 0.25)):
+        rule = AGN(workers=2, period=1, outer=SGD(rate))
+        worker = place.worker(model(v=[0]), rule, rank)
+        worker.observe(model(v=[1]))
+        worker.step()
+        c -= rate
+        assert float(worker.center.values()["v"][0]) == c
+        assert worker.outer_rate() == rate
+
+
+@on("asynchronous")
+def test_a_rate_by_number_is_the_same_for_all(place):
+    """It is the center that counts exchanges, so that no worker can send it."""
+    rules = [
+        AGN(workers=2, period=1, outer=SGD(lambda n, first=first: first / (n + 1)))
+        for first in (1.0, 0.5)
+    ]
+    worker = place.worker(model(v=[0]), rules[0], 0)
+    with pytest.raises(SettingsError, match=r"'learning_rate': \[1\.0, 0\.5.*\[0\.5, 0\.25"):
+        place.worker(model(v=[0]), rules[1], 1)
+    for c in (-1.0, -1.5):
+        worker.observe(model(v=[1]))
+        worker.step()
+        assert float(worker.center.values()["v"][0]) == c
+    assert worker.outer_rate() == 0.5
 
 
 class Normalised(Outer):

@@ -116,6 +116,25 @@ def test_exchanges_without_rounds_follow_the_twin(place, name, together):
     assert workers[0].center.version == twin.global_step
 
 
+@pytest.mark.parametrize(
+    ("rule", "right"),
+    [
+        (AsyncDiLoCo(workers=2, period=1, outer=outer.SGD(0.5)), (1 / 3, 0.0)),
+        (AGN(workers=2, period=1, outer=SGD(0.25)), (1 / 3, 0.0)),
+        (ElasticAverage(workers=2, period=1, moving_rate=0.5), (0.5, 1 / 3)),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+@on("asynchronous")
+def test_a_worker_is_as_far_from_every_center(place, rule, right):
+    """From the `c` that it adopts: elastic averaging's is the one before its step."""
+    for worker, distance in zip(place.workers({"w": np.ones(2)}, rule), right, strict=True):
+        worker.observe({"w": np.full(2, 1.0 if rule.accumulates else 0.0)})
+        worker.parameters["w"] -= 0.5
+        worker.step()
+        assert worker.distance == pytest.approx(distance)
+
+
 @on("synchronous", fixed=True)
 def test_all_fragments_are_in_the_center_at_the_end(place, together):
     rule = ModelAverage(workers=2, period=4, fragments=2)

@@ -11,6 +11,7 @@ from springline import (
     LayoutError,
     ModelAverage,
     SettingsError,
+    SlowMo,
     Worker,
     outer,
 )
@@ -52,6 +53,18 @@ def test_pushes_of_delayed_nesterov_are_one_step_with_their_mean():
         right = then
         np.testing.assert_allclose(point.c, right.c)
         np.testing.assert_allclose(point.state["momentum"], right.state["momentum"])
+
+
+def test_slow_momentum_without_the_workers_rate_is_slowmo_at_a_constant_one():
+    found = []
+    for rule in (SlowMo(period=1), DiLoCo(period=1, outer=outer.SlowMomentum())):
+        worker = Worker({"w": np.zeros(2)}, rule)
+        worker.set_learning_rate(0.125 if rule.sends_rates else {})
+        for gone in (1.0, 3.0, -2.0):
+            worker.parameters["w"] -= gone
+            worker.step()
+        found.append(worker.center.values()["w"].tolist())
+    assert found[0] == found[1] == [-4.25, -4.25]  # m: 1, 3.5, -0.25; c: -1, -4.5, -4.25
 
 
 def test_what_depends_on_the_number_of_workers_is_filled_in():

@@ -264,7 +264,8 @@ class MemoryMember(Member):
     def _exchange_block(self, k: int, i: int, side: Side, local: Local, exchange: Exchange) -> None:
         """Contribute, step, adopt; then what was stepped is put in place."""
         block, journal = self.blocks.shards[k][i], self.center.journal
-        measure(block, side, block.now.c)
+        if block.rule.adopts_seen:
+            measure(block, side, block.now.c)
         if journal is None and self._swap(block, side):
             return
         stepped = block.has_gradient(local.seen)
@@ -274,7 +275,10 @@ class MemoryMember(Member):
                 step(block, (message,), exchange, local.rates)
             except RefusedError as error:
                 raise self.non_finite(error.offset) from error
-        block.rule.adopt(side.x, side.base, adopted(block, stepped, side.out), block.work)
+        c = adopted(block, stepped, side.out)
+        if not block.rule.adopts_seen:
+            measure(block, side, c)
+        block.rule.adopt(side.x, side.base, c, block.work)
         if stepped:
             self.put_in_place(k, i, 0)
 

@@ -26,7 +26,8 @@ class AGN(Rule):
         workers: p, the configured number of workers.
         outer: the outer optimizer, with the inner one's settings.
         fixed_rate: whether all workers step with the outer optimizer's own learning rate. By
-            default each worker's current one travels with its messages.
+            default each worker's current one travels with its messages, unless the rate is a
+            function of the exchange's number.
     """
 
     outer: Outer
@@ -35,10 +36,15 @@ class AGN(Rule):
     name: ClassVar[str] = "agn"
     accumulates: ClassVar[bool] = True
 
+    @property
+    def own_rates(self) -> bool:
+        """By default."""
+        return not (self.fixed_rate or callable(self.outer.learning_rate))
+
     def settings(self) -> dict[str, Any]:
         """A learning rate that travels with every message is not among them."""
         settings = super().settings()
-        if not self.fixed_rate:
+        if self.own_rates:
             settings["outer"].pop("learning_rate", None)
         return settings
 

@@ -186,7 +186,8 @@ class BlockMomentum(_Optimizer):
 class SlowMomentum(_Optimizer):
     """`u ← βu + g/η`, `c ← c − αηu`, η the workers' rate: Wang et al. 2019, arXiv 1910.00643.
 
-    Where η is 0, `c ← c − g`, and `u` stays.
+    Where η is 0, `c ← c − g`, and `u` stays. Where workers send no rate, η is 1: the same as with
+    any constant one.
 
     Args:
         learning_rate: α, the slow learning rate.
@@ -206,7 +207,7 @@ class SlowMomentum(_Optimizer):
 
     def step(self, now: Point, g: Array, exchange: Exchange, then: Point) -> None:
         """Take one step."""
-        η, u = exchange.sent or 0.0, then.state["momentum"]
+        η, u = 1.0 if exchange.sent is None else exchange.sent, then.state["momentum"]
         if η == 0:
             np.copyto(u, now.state["momentum"])
             np.subtract(now.c, g, out=then.c)

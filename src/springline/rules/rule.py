@@ -110,6 +110,11 @@ class Rule(ABC):
         return False
 
     @property
+    def own_rates(self) -> bool:
+        """Whether the center steps with the outer learning rate of the worker that has sent."""
+        return False
+
+    @property
     def measures_from_base(self) -> bool:
         """Whether a message is what has changed since `base`, which adopting sets to `c`."""
         return self.keeps_base and not self.adopts_seen
