@@ -96,12 +96,12 @@ class Killer:
                 os.kill(self.pid, signal.SIGKILL)
 
 
-def record(folder: Path, steps: int, kill_at: int) -> Iterator[Frame]:
+def record(folder: Path, options: list[str], kill_at: int) -> Iterator[Frame]:
     """Run it in a folder, in a terminal of its own; yield what it shows, and when."""
     (folder / "examples").symlink_to(ROOT / "examples")
     run = Path("runs") / "kill"
     asked = f"springline run --workers {WORKERS} {SCRIPT} --rule diloco"
-    command = [sys.executable, "-m", *asked.split(), "--steps", str(steps)]
+    command = [sys.executable, "-m", *asked.split(), *options]
     command[4:4] = ["--run", str(run)]
     screen = pyte.Screen(COLUMNS, ROWS)
     stream = pyte.ByteStream(screen)
@@ -174,9 +174,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=250, help="of each worker")
     parser.add_argument("--kill-at", type=int, default=100, help="the step of the worker")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "kill.svg")
-    args = parser.parse_args()
+    args, model = parser.parse_known_args()  # all else is the script's
     with tempfile.TemporaryDirectory() as folder:
-        frames = list(record(Path(folder), args.steps, args.kill_at))
+        frames = list(record(Path(folder), ["--steps", str(args.steps), *model], args.kill_at))
     args.out.write_text(picture(frames), "utf-8")
     print(f"{len(frames)} pictures, {frames[-1].seconds:.0f} s: {args.out}")
 
