@@ -18,7 +18,7 @@ FRAMEWORKS := $(wildcard $(foreach word,ray address collective epochs hosts resu
 PARTS := $(wildcard $(foreach part,rules center launch monitor faults,tests/$(part)/test_*.py))
 CORE := $(wildcard tests/test_*.py) $(filter-out $(FRAMEWORKS),$(PARTS)) src/springline/rules src/springline/monitor
 
-.PHONY: help setup demo demo-digits demo-gpt test test-all test-pythons lint format bench clean
+.PHONY: help setup demo demo-digits test test-all test-pythons lint format bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -31,13 +31,11 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps tf_keras  # it asks for tensorflow, which is tensorflow-cpu here
 	@touch $@
 
-demo: demo-digits demo-gpt  ## both of the following
+demo: setup  ## a small GPT on two workers, one of which is killed, beside one process with all the data
+	env -u OMP_NUM_THREADS -u OPENBLAS_NUM_THREADS $(BIN)/python examples/demo.py
 
 demo-digits: setup  ## three processes learn digits in plain numpy, under each rule: table and plot
 	$(BIN)/python examples/numpy_workers.py
-
-demo-gpt: setup  ## two workers train a small GPT on Tiny Shakespeare: live screen, plot, center
-	$(BIN)/springline run examples/shakespeare.py
 
 test: lint  ## all tests but the slow ones
 	$(BIN)/python -m pytest -q $(PARALLEL)
