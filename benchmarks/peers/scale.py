@@ -125,7 +125,7 @@ def rows_of(quick: bool) -> Iterator[Row]:
     """Measure everything."""
     seconds = 0.2 if quick else 3.0
     counts = [1, 2] if quick else [1, 2, 4, 8, 16, 32, 64]
-    sizes = {100_000: counts} if quick else {1_000_000: counts, 25_000_000: counts[:4]}
+    sizes = {100_000: counts} if quick else {1_000_000: counts, 25_000_000: counts[:5]}
     for parameters, numbers in sizes.items():
         for workers in numbers:
             yield on_shared_memory(parameters, workers, seconds)
