@@ -35,9 +35,9 @@ def python() -> Path:
             return interpreter
         _say(f"Making {HOME.relative_to(ROOT)} (once, some minutes)")
         subprocess.run([sys.executable, "-m", "venv", HOME], check=True)
-        pip = [interpreter, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        pip = [str(interpreter), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         for constraints in CONSTRAINTS:
-            pip += ["-c", constraints]
+            pip += ["-c", str(constraints)]
         for step in STEPS:
             _say(f"pip install {' '.join(step).replace(f'{ROOT}', '.')}")
             subprocess.run([*pip, *step], check=True)
