@@ -72,4 +72,4 @@ bench: setup  ## what an exchange costs, in memcpys: docs/exchange.md and its pl
 	$(BIN)/python benchmarks/exchange.py
 
 clean:  ## forget the .venv and the caches
-	rm -rf .venv .venvs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venvs benchmarks/peers/.venv .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -18,6 +18,7 @@ from exchange_report import Quartiles
 from pages import facts, markdown
 
 COLUMNS = ("workers", "system", "ms", "÷ memcpy by all", "quartiles", "÷ memcpy alone")
+VERDICT = ("workers", "peer", "our rule", "on the shared center", "over a process group")
 OURS, THEIRS, WIRE = "#1f6fb2", "#c8553d", "#666666"
 BARE = "gloo all-reduce"
 LIKE = {  # what does the same work: ours, by peer
@@ -72,31 +73,28 @@ def _median(rows: Sequence[Row], system: str, workers: int) -> float:
 
 
 def verdict(rows: Sequence[Row]) -> list[str]:
-    """Say for each peer how it stands beside the same work of ours; where a peer wins first."""
-    found: list[tuple[float, str]] = []
+    """Compare each peer with the same work of ours; where a peer wins comes first."""
+    found = []
     for row in rows:
-        if rule := LIKE.get(row.system):
-            for where in ("", ", process group"):
-                ours = _median(rows, f"springline {rule}{where}", row.workers)
-                ratio, theirs = ours / row.by_all[1], row.by_all[1]
-                found.append(
-                    (
-                        ratio,
-                        f"{row.workers} workers: {row.system} {theirs:.1f} memcpys, springline "
-                        f"{rule}{where or ', shared center'} {ours:.1f}: {ratio:.2f} of its time.",
-                    )
-                )
-    lost = [f"- {text}" for ratio, text in sorted(found, reverse=True) if ratio > 1]
-    won = [f"- {text}" for ratio, text in sorted(found) if ratio <= 1]
+        if row.by_all[1] > 0 and (rule := LIKE.get(row.system)):
+            names = [f"springline {rule}", f"springline {rule}, process group"]
+            ratios = [_median(rows, name, row.workers) / row.by_all[1] for name in names]
+            cells = [str(row.workers), row.system, rule, *(f"{ratio:.2f}" for ratio in ratios)]
+            found.append((max(ratios), cells))
+    found.sort(reverse=True)
+    wins = [f"{cells[1]} ({cells[0]} workers)" for worst, cells in found if worst > 1]
     return [
-        "Where a peer is faster:" if lost else "No peer is faster in this run.",
-        *["", *lost][: 1 + len(lost)],
+        f"A peer is faster than one of ours here: {', '.join(wins)}."
+        if wins
+        else "No peer is faster in this run.",
+        "Our time as a share of the peer's for the same work; above 1, the peer wins:",
         "",
-        *(["Where springline is faster:", "", *won, ""] if won else []),
+        *markdown(VERDICT, (cells for _, cells in found)),
+        "",
     ]
 
 
-def page(rows: Sequence[Row], command: str, load: float) -> str:
+def page(rows: Sequence[Row], skipped: Sequence[str], command: str, load: float) -> str:
     """Return the page."""
     size = f"{rows[0].parameters / 1e6:g} M float32 parameters"
     return "\n".join(
@@ -118,6 +116,7 @@ def page(rows: Sequence[Row], command: str, load: float) -> str:
             "",
             *markdown(COLUMNS, (row.cells() for row in rows)),
             "",
+            *(f"{line}\n" for line in skipped),
         ]
     )
 

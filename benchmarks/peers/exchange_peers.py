@@ -30,8 +30,21 @@ from exchange_systems import Case
 
 HERE = Path(__file__).parent
 network: Any = importlib.import_module("network")
-FULL = [Case(workers, 15, 24, 1020, torchft=True) for workers in (2, 4)]
+FULL = [Case(workers, 12, 24, 1020, torchft=True) for workers in (2, 4)]
 QUICK = [Case(2, 2, 4, 100, torchft=False)]
+
+
+MODELS = 35  # that a worker with all systems holds at most
+
+
+def no_room(case: Case) -> str | None:
+    """Say what is missing, if a case does not fit into memory: others may be on the machine."""
+    lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+    free = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    needed = case.workers * MODELS * 4 * case.parameters
+    if needed < 0.9 * free:
+        return None
+    return f"{case.workers} workers need {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} are free"
 
 
 def measure(case: Case, python: Path) -> list[dict[str, list[float]]]:
@@ -68,20 +81,27 @@ def main() -> None:
     options = parser.parse_args()
     load, rows = os.getloadavg()[0], list[Row]()
     python = Path(sys.executable) if options.quick else environment.python()
+    options.out.mkdir(parents=True, exist_ok=True)
+    written = options.out / "peers-exchange.md"
+    command = "python benchmarks/peers/exchange_peers.py" + " --quick" * options.quick
+    skipped = []
     with network.private_network():
         for case in QUICK if options.quick else FULL:
             print(f"{case.workers} workers, {case.parameters / 1e6:g} M parameters", flush=True)
-            rows += rows_of(case, measure(case, python))
-            for row in (row for row in rows if row.workers == case.workers):
+            if why := no_room(case):
+                skipped.append(f"Skipped: {why}.")
+                print(skipped[-1], flush=True)
+                continue
+            new = rows_of(case, measure(case, python))
+            rows += new
+            for row in new:
                 print("  ", *row.cells(), sep="  ", flush=True)
-    options.out.mkdir(parents=True, exist_ok=True)
-    written = options.out / "peers-exchange.md"
-    lines = [json.dumps(row._asdict()) for row in rows]
-    written.with_suffix(".jsonl").write_text("\n".join([*lines, ""]), "utf-8")
-    draw(rows, written.with_suffix(".svg"))
-    command = "python benchmarks/peers/exchange_peers.py" + " --quick" * options.quick
-    written.write_text(page(rows, command, load), "utf-8")
-    print(f"Written: {written}, its figures and its plot")
+            lines = [json.dumps(row._asdict()) for row in rows]
+            written.with_suffix(".jsonl").write_text("\n".join([*lines, ""]), "utf-8")
+    if rows:
+        draw(rows, written.with_suffix(".svg"))
+        written.write_text(page(rows, skipped, command, load), "utf-8")
+        print(f"Written: {written}, its figures and its plot")
 
 
 if __name__ == "__main__":

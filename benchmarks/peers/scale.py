@@ -15,7 +15,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,11 +47,15 @@ class Row(NamedTuple):
 
     def cells(self) -> list[str]:
         """Return what stands under `COLUMNS`."""
-        rate = f"{self.rate:.3g}", f"{self.rate / self.workers:.3g}"
+        rate = _short(self.rate), _short(self.rate / self.workers)
         moved = f"{self.rate * 4 * self.parameters / 1e9:.2f}"
         size = f"{self.parameters / 1e6:g} M"
         mega = f"{self.added / 1e6:.1f}", f"{self.held / 1e6:.1f}"
         return [NAMES[self.center], size, str(self.workers), *rate, moved, *mega]
+
+
+def _short(rate: float) -> str:
+    return f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def measure(
@@ -134,17 +137,18 @@ def page(rows: list[Row], command: str, load: float) -> str:
     """Return the page."""
     best = max((row for row in rows if row.center == "shared"), key=lambda row: row.rate)
     most = max((row for row in rows if row.parameters == best.parameters), key=lambda r: r.workers)
-    many = f"With {most.workers} it takes {most.rate:.3g}." if most != best else ""
+    many = f"With {most.workers} it takes {_short(most.rate)}." if most != best else ""
     return "\n".join(
         [
             "# The number of workers",
             "",
-            f"The shared center takes most exchanges with {best.workers} workers: {best.rate:.3g} a "
-            f"second of {best.parameters / 1e6:g} M parameters. {many}",
+            f"The shared center takes most exchanges with {best.workers} "
+            f"worker{'s' * (best.workers > 1)}: "
+            f"{_short(best.rate)} a second of {best.parameters / 1e6:g} M parameters. {many}",
             "",
             "![Exchanges a second by number of workers](scale.svg)",
             "",
-            f"Made by `{command}`. {facts('numpy')} The load before it began was {load:.1f} (of "
+            f"Made by `{command}`. {facts('ray')} The load before it began was {load:.1f} (of "
             f"{os.cpu_count()} cores). Figures: [scale.jsonl](scale.jsonl).",
             "",
             _READING,
