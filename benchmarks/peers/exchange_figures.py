@@ -125,7 +125,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     """Draw a bar for each system, a panel for each number of workers."""
     groups = sorted({row.workers for row in rows})
     style: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
-    with mpl.rc_context(style | {"svg.hashsalt": path.stem, "svg.fonttype": "none"}):
+    with mpl.rc_context(style | {"svg.hashsalt": path.stem}):
         figure = Figure(figsize=(4.6 * len(groups), 4.2), layout="constrained")
         panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
         for panel, workers in zip(panels, groups, strict=True):
@@ -144,7 +144,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             panel.set_ylim(len(shown) - 0.5, -0.5)
             panel.set_xlim(0, 1.12 * max(high))
             panel.set_title(f"{workers} workers", fontsize=9.5)
-            panel.set_xlabel("exchange ÷ a memcpy by all workers")
+            panel.set_xlabel("in memcpys by all workers")
         figure.savefig(path, metadata={"Date": None})
 
 

@@ -34,7 +34,7 @@ FULL = [Case(workers, 12, 24, 1020, torchft=True) for workers in (2, 4)]
 QUICK = [Case(2, 2, 4, 100, torchft=False)]
 
 
-MODELS = 35  # that a worker with all systems holds at most
+MODELS = 42  # that a worker with all systems holds at most
 
 
 def no_room(case: Case) -> str | None:

@@ -2,8 +2,7 @@
 
     python exchange_systems.py RANK CASE DIRECTORY    # prints its seconds as JSON
 
-All systems are alive in each worker at once, each with a model of its own or, where it keeps
-nothing, with the plain one.
+A system that keeps nothing shares the plain model; the others have one each.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from springline.torch import (
 )
 
 NEVER = 10**12  # a period: the benchmark calls `exchange` itself
+AVERAGING = ("PostLocalSGD", "torchft LocalSGD")  # and ours
 TIMEOUT = timedelta(seconds=300)  # the machine may be busy
 Exchange = Callable[[], object]
 
@@ -150,15 +150,12 @@ def torchfts(model: nn.Module, workers: int) -> Iterator[tuple[str, System]]:
 
     parameters: list[Tensor] = list(model.parameters())
 
-    def without_gradients() -> None:
-        model.zero_grad()
-
     manager = manager_of(workers)
     inner = torch.optim.SGD(parameters, lr=1e-4)
     local = LocalSGD(manager, model, inner, sync_every=NEVER)
     yield (
         "torchft LocalSGD",
-        System(local.sync, without_gradients, parameters, manager.current_step),
+        System(local.sync, model.zero_grad, parameters, manager.current_step),
     )
     for more, buckets in (("", False), (", buckets", True)):
         manager = manager_of(workers)
@@ -170,7 +167,7 @@ def torchfts(model: nn.Module, workers: int) -> Iterator[tuple[str, System]]:
         # Without gradients an inner step is only its hooks, of which one exchanges.
         yield (
             f"torchft DiLoCo{more}",
-            System(inner.step, without_gradients, parameters, manager.current_step),
+            System(inner.step, model.zero_grad, parameters, manager.current_step),
         )
 
 
@@ -231,16 +228,23 @@ def exchanged(system: System) -> float:
         return timed(system.exchange)
 
 
+@torch.no_grad()
 def check(name: str, system: System, rounds: int) -> None:
-    """Refuse a system that has not exchanged: its parameters stay, or it counts fewer rounds."""
-    with torch.no_grad():
-        torch._foreach_add_(system.parameters, 1.0 + dist.get_rank())
+    """Refuse a system that has not exchanged, or that averages and has not found the mean."""
+    rank, workers = dist.get_rank(), dist.get_world_size()
+    for p in system.parameters:
+        p.fill_(1.0 + rank)
     system.before()
-    before = system.parameters[0].flatten()[0].item()
-    timed(system.exchange)
+    with torch.enable_grad():
+        timed(system.exchange)
+    found = system.parameters[-1].flatten()[-1].item()
     counted = system.committed() if system.committed else rounds
-    if system.parameters[0].flatten()[0].item() == before or counted < rounds:
-        raise RuntimeError(f"{name} has not exchanged ({counted} of {rounds} rounds counted).")
+    averages = name in AVERAGING or "averaging" in name
+    wrong = found != (1 + workers) / 2 if averages else found == 1 + rank
+    if wrong or counted < rounds:
+        raise RuntimeError(
+            f"{name} has made {found} of {1 + rank}, in {counted} of {rounds} rounds."
+        )
 
 
 def measure(case: Case, directory: Path) -> dict[str, list[float]]:
