@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import environment
 from links_network import Link
+from links_network import hosts as machines
 from races import Case, Field, Model, Outcome, hosts_behind, run
 from systems import SYSTEMS
 from time_to_loss_runs import Results, Setting
@@ -20,6 +25,9 @@ LINKS = {
     "100 Mbit/s, 20 ms": Link(mbits=100, delay=0.02),
     "1 Gbit/s, 1 ms": Link(mbits=1000, delay=0.001),
 }
+
+
+PlanOf = Callable[[bool, "int | None"], "Plan"]  # quick, and how many workers
 
 
 @dataclass(frozen=True)
@@ -139,3 +147,47 @@ def make(
             outcome = run(hosts.of(case), case, records.scale.models[case.workers])
             records.add(case, outcome)
             print(f"    {outcome.final:.4f} after {outcome.wall:.1f} s", flush=True)
+
+
+class Plan(Protocol):
+    """Which runs are to be made, and what they say."""
+
+    systems: list[str]
+
+    def wanted(self, records: Records) -> Iterator[Case]:
+        """Yield the runs that are still to be made."""
+
+    def write(self, records: Records, command: str, out: Path) -> None:
+        """Write the page and the plots."""
+
+
+def main(
+    name: str, about: str | None, minutes: float, scales: tuple[Scale, Scale], plan_of: PlanOf
+) -> None:
+    """Do what a script's arguments ask for: make the runs, write the page and the plots."""
+    parser = argparse.ArgumentParser(description=about, allow_abbrev=False)
+    parser.add_argument("--minutes", type=float, default=minutes, help="of all runs together")
+    parser.add_argument("--quick", action="store_true", help="tiny models, without torchft")
+    parser.add_argument("--fresh", action="store_true", help="forget the runs made before")
+    parser.add_argument("--workers", type=int, choices=(2, 4), help="only so many; default: all")
+    parser.add_argument("--out", type=Path, default=Path("docs"), help="where page and plots go")
+    options = parser.parse_args()
+    if why := machines.missing():
+        raise SystemExit(f"There can be no hosts on this machine: {why}.")
+    os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # of the processes
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / f"{name}.jsonl"
+    if options.fresh:
+        path.unlink(missing_ok=True)
+    full, quick = scales
+    records = Records(path, quick if options.quick else full)
+    plan = plan_of(options.quick, options.workers)
+    python = sys.executable if options.quick else str(environment.python())
+    if options.quick:
+        plan.systems.remove("torchft")
+    make(plan.wanted, records, options.minutes, python)
+    script = Path(sys.argv[0]).name
+    plan.write(
+        records, f"python benchmarks/peers/{script}{' --quick' * options.quick}", options.out
+    )
+    print(f"Written: {options.out / name}.md and what belongs to it")

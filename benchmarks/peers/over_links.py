@@ -10,18 +10,13 @@ docs/time-to-loss.jsonl and, for four workers, of docs/peers-tuning.jsonl (`tune
 
 from __future__ import annotations
 
-import argparse
 import math
-import os
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import environment
 import paths
 import tune
-from campaign import LINKS, Records, Scale, best_setting, case_of, make
-from links_network import hosts
+from campaign import LINKS, Records, Scale, best_setting, case_of, main
 from over_links_page import draw, page
 from races import Case, Model, Outcome
 from systems import SYSTEMS
@@ -85,6 +80,11 @@ class Plan:
             about = setting, tuned.rate(setting), workers, link, scale.steps
             found.append(case_of(system, *about, seed=scale.seeds[0]))
         return found
+
+    def write(self, records: Records, command: str, out: Path) -> None:
+        """Write the page and the plots."""
+        draw(self, records, out)
+        (out / "peers-links.md").write_text(page(self, records, command), "utf-8")
 
     def wanted(self, records: Records) -> Iterator[Case]:
         """Yield the runs that are still to be made, in order; ask again after each."""
@@ -163,25 +163,6 @@ class Plan:
         return Outcome(seconds, bytes_sent, whole.losses, wall, wall, 0.0)
 
 
-def main() -> None:
-    """Make the runs that there is time for, and write the page and the plots."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--minutes", type=float, default=240, help="of all runs together")
-    parser.add_argument("--quick", action="store_true", help="tiny models, without torchft")
-    parser.add_argument("--fresh", action="store_true", help="forget the runs made before")
-    parser.add_argument("--workers", type=int, choices=(2, 4), help="only so many; default: both")
-    parser.add_argument("--out", type=Path, default=Path("docs"), help="where page and plots go")
-    options = parser.parse_args()
-    if why := hosts.missing():
-        raise SystemExit(f"There can be no hosts on this machine: {why}.")
-    os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # of the processes
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / "peers-links.jsonl"
-    if options.fresh:
-        path.unlink(missing_ok=True)
-    _campaign(options, path)
-
-
 def tuned_for(quick: bool, workers: int | None) -> dict[int, Results]:
     """Read what was tuned before, by the number of workers."""
     if quick:
@@ -196,18 +177,11 @@ def tuned_for(quick: bool, workers: int | None) -> dict[int, Results]:
     return found
 
 
-def _campaign(options: argparse.Namespace, path: Path) -> None:
-    scale = QUICK if options.quick else FULL
-    records = Records(path, scale)
-    left = [name for name in COMPARED if not options.quick or name != "torchft"]
-    plan = Plan(tuned_for(options.quick, options.workers), left)
-    python = sys.executable if options.quick else str(environment.python())
-    make(plan.wanted, records, options.minutes, python)
-    command = "python benchmarks/peers/over_links.py" + " --quick" * options.quick
-    draw(plan, records, options.out)
-    (options.out / "peers-links.md").write_text(page(plan, records, command), "utf-8")
-    print(f"Written: {options.out / 'peers-links.md'} and the plots beside it")
-
-
 if __name__ == "__main__":
-    main()
+    main(
+        "peers-links",
+        __doc__,
+        240,
+        (FULL, QUICK),
+        lambda quick, workers: Plan(tuned_for(quick, workers), list(COMPARED)),
+    )

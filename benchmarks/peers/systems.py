@@ -150,7 +150,8 @@ def torchft(model: Any, opt: torch.optim.Optimizer, args: argparse.Namespace) ->
     from torchft import Manager, ProcessGroupGloo
     from torchft.local_sgd import DiLoCo
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    own = _address(args.lighthouse)
+    store = dist.TCPStore(own, 0, is_master=True, wait_for_workers=False)
 
     def load(state: dict[str, Any]) -> None:
         model.load_state_dict(state["model"])
@@ -165,11 +166,11 @@ def torchft(model: Any, opt: torch.optim.Optimizer, args: argparse.Namespace) ->
         timeout=timedelta(seconds=NOTICE),
         rank=0,
         world_size=1,
-        store_addr="127.0.0.1",
+        store_addr=own,
         store_port=store.port,
         lighthouse_addr=args.lighthouse,
         replica_id=f"worker_{springline.rank()}",
-        hostname=_address(args.lighthouse),
+        hostname=own,
         init_sync=False,  # all begin with the same values
     )
     rate, momentum = args.outer

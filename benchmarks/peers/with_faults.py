@@ -10,16 +10,11 @@ docs/peers-faults.jsonl: what was interrupted goes on.
 
 from __future__ import annotations
 
-import argparse
-import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import environment
 import paths  # noqa: F401 - for what follows
-from campaign import Records, Scale, best_setting, case_of, make
-from links_network import hosts
+from campaign import Records, Scale, best_setting, case_of, main
 from over_links import tuned_for
 from races import KILLED, STRAGGLER, Case, Model
 from systems import SYSTEMS
@@ -55,6 +50,11 @@ class Plan:
         about = setting, self.tuned.rate(setting), WORKERS, LINK, scale.steps
         return case_of(system, *about, seed=seed, fault=fault)
 
+    def write(self, records: Records, command: str, out: Path) -> None:
+        """Write the page and the plot."""
+        draw(self, records, out / "peers-faults.svg")
+        (out / "peers-faults.md").write_text(page(self, records, command), "utf-8")
+
     def wanted(self, records: Records) -> Iterator[Case]:
         """Yield the runs that are still to be made, in order."""
         for seed in records.scale.seeds:
@@ -65,31 +65,11 @@ class Plan:
                         yield case
 
 
-def main() -> None:
-    """Make the runs that there is time for, and write the page and the plot."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--minutes", type=float, default=150, help="of all runs together")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, without torchft")
-    parser.add_argument("--fresh", action="store_true", help="forget the runs made before")
-    parser.add_argument("--out", type=Path, default=Path("docs"), help="where page and plot go")
-    options = parser.parse_args()
-    if why := hosts.missing():
-        raise SystemExit(f"There can be no hosts on this machine: {why}.")
-    os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # of the processes
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / "peers-faults.jsonl"
-    if options.fresh:
-        path.unlink(missing_ok=True)
-    records = Records(path, QUICK if options.quick else FULL)
-    systems = [name for name in COMPARED if not options.quick or name != "torchft"]
-    plan = Plan(tuned_for(options.quick, WORKERS)[WORKERS], systems)
-    python = sys.executable if options.quick else str(environment.python())
-    make(plan.wanted, records, options.minutes, python)
-    command = "python benchmarks/peers/with_faults.py" + " --quick" * options.quick
-    draw(plan, records, options.out / "peers-faults.svg")
-    (options.out / "peers-faults.md").write_text(page(plan, records, command), "utf-8")
-    print(f"Written: {options.out / 'peers-faults.md'} and the plot beside it")
-
-
 if __name__ == "__main__":
-    main()
+    main(
+        "peers-faults",
+        __doc__,
+        150,
+        (FULL, QUICK),
+        lambda quick, _: Plan(tuned_for(quick, WORKERS)[WORKERS], list(COMPARED)),
+    )
