@@ -50,8 +50,10 @@ def row_of(plan: Plan, records: Records, where: Where, system: str) -> Row | Non
     """Collect what is known of a system."""
     scale, (workers, link) = records.scale, where
     case = plan.best(records, system, workers, link)
-    row = None if case is None else Row(system, case, 0.0, [], [], [], [], [])
-    for seed in scale.seeds if row and case else ():
+    if case is None:
+        return None
+    row = Row(system, case, 0.0, [], [], [], [], [])
+    for seed in scale.seeds:
         references = [plan.reference(name, workers, scale, seed) for name in ("alone", "whole")]
         run = records.runs.get(case._replace(seed=seed))
         first = records.runs.get(case._replace(seed=seed, steps=scale.steps))
@@ -68,7 +70,7 @@ def row_of(plan: Plan, records: Records, where: Where, system: str) -> Row | Non
         row.whole.append(run.reached(target))
         row.ratio.append(run.reached(target) / plan.ddp(records, workers, link, seed).wall)
         row.sent.append(run.reached(target, "sent"))
-    return row if row and row.final else None
+    return row if row.final else None
 
 
 def rows_at(plan: Plan, records: Records, where: Where) -> list[Row]:
@@ -168,8 +170,8 @@ def _table(plan: Plan, records: Records, workers: int, rows: list[Row]) -> Itera
         if run:
             yield f"{words} ends at {run.final:.4f} (seed {seed}). "
     yield ""
-    columns = ("system", "τ", "rate", "outer", "steps", "ms a step", f"loss, {scale.steps} steps")
-    columns += ("s to one worker's loss", "s to DDP's loss", "÷ DDP's time", "MB to DDP's loss")
+    columns = ["system", "τ", "rate", "outer", "steps", "ms a step", f"loss, {scale.steps} steps"]
+    columns += ["s to one worker's loss", "s to DDP's loss", "÷ DDP's time", "MB to DDP's loss"]
     yield from markdown(columns, (_cells(row) for row in rows))
 
 

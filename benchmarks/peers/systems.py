@@ -110,7 +110,7 @@ def postlocal(model: Any, opt: torch.optim.Optimizer, args: argparse.Namespace) 
     from torch.distributed.optim import PostLocalSGDOptimizer
 
     _join_group()
-    averager = PeriodicModelAverager(args.period, warmup_steps=args.period - 1)  # type: ignore[no-untyped-call]
+    averager = PeriodicModelAverager(args.period, warmup_steps=args.period - 1)
     wrapped: Any = PostLocalSGDOptimizer(opt, averager)
     resumed = _Checkpoint(model, wrapped, args)
     return Wrapped(model.loss, wrapped, resumed.steps, _saved(model), resumed.after, dist.barrier)
@@ -151,7 +151,7 @@ def torchft(model: Any, opt: torch.optim.Optimizer, args: argparse.Namespace) ->
     from torchft.local_sgd import DiLoCo
 
     own = _address(args.lighthouse)
-    store = dist.TCPStore(own, 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore(own, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
 
     def load(state: dict[str, Any]) -> None:
         model.load_state_dict(state["model"])

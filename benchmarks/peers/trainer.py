@@ -92,7 +92,7 @@ def train(args: argparse.Namespace) -> Copies:
                 group["lr"] = rate(step, args)
             loss = wrapped.loss(batch(text, step, args))
             wrapped.opt.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             wrapped.opt.step()
             wrapped.after(step + 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,8 +22,10 @@ TITLES = {
     STRAGGLER: f"A worker that is {SLOWER:g} times slower",
     KILLED: f"A worker that is killed, and back {AWAY:.0f} s later",
 }
-COLUMNS = ("system", "undisturbed", "the others end", "they lose", "all end")
-COLUMNS += ("all lose", "loss then", "nats lost", "loss when the others end")
+COLUMNS = [
+    *("system", "undisturbed", "the others end", "they lose", "all end", "all lose"),
+    *("loss then", "nats lost", "loss when the others end"),
+]
 
 
 class Row(NamedTuple):
@@ -97,7 +99,7 @@ def page(plan: Plan, records: Records, command: str) -> str:
 
 def _verdicts(fault: str, rows: list[Row]) -> Iterator[str]:
     """Say who loses least, in time and in nats, and how springline's best compares."""
-    measures = {
+    measures: dict[str, Callable[[Row], float]] = {
         "The others lose least time": lambda row: row.others,
         "The run ends least late": lambda row: row.all,
         "The result loses least": lambda row: statistics.median(row.nats),
