@@ -252,9 +252,10 @@ class _Run:
             lines = (self._folder / f"trace-{rank}.jsonl").read_text("utf-8").splitlines()
             traces.append(np.array([json.loads(line) for line in lines]))
         first = traces[0]
-        start, ends = first[0, 0], [float(trace[-1, 0]) for trace in traces]
-        curve = json.loads((self._folder / "curve.json").read_text("utf-8"))
-        seconds = [min(at, max(ends)) - start for at, _ in curve]
+        start, ends = float(first[0, 0]), [float(trace[-1, 0]) for trace in traces]
+        *curve, (_, last) = json.loads((self._folder / "curve.json").read_text("utf-8"))
+        curve = [point for point in curve if point[0] < max(ends)] + [(max(ends), last)]
+        seconds = [at - start for at, _ in curve]
         sent = np.interp(seconds, first[:, 0] - start, first[:, 2] - first[0, 2])
         losses = [math.inf if loss is None else loss for _, loss in curve]
         return Outcome(seconds, sent.tolist(), losses, ends[0] - start, max(ends) - start, spent)

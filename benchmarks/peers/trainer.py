@@ -77,6 +77,8 @@ def train(args: argparse.Namespace) -> Copies:
     copies: Copies = []
     (folder / f"ready-{rank}").touch()
     wait_for(*(folder / f"ready-{k}" for k in range(args.workers)))
+    if SYSTEMS[args.system].meets == "ray":
+        wait_for(folder / "watching")
     with (folder / f"trace-{rank}.jsonl").open("a") as trace:
 
         def note(done: int) -> None:
@@ -115,6 +117,7 @@ def watch(args: argparse.Namespace) -> Copies:
     wait_for(*(folder / f"ready-{k}" for k in range(args.workers)))
     names = (os.environ[f"SPRINGLINE_{name}"] for name in ("CENTER", "ADDRESS", "TOKEN"))
     center = RayCenter.open(*names)
+    (folder / "watching").touch()
     while not (folder / "over").exists():
         with contextlib.suppress(CenterError):  # it is late; the last copy must come
             copies.append((time.monotonic(), center.values()))
