@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import environment
 from links_network import Link
 from links_network import hosts as machines
+from pages import facts
 from races import Case, Field, Model, Outcome, hosts_behind, run
 from systems import SYSTEMS
 from time_to_loss_runs import Results, Setting
@@ -76,6 +77,12 @@ class Records:
     def spent(self) -> float:
         """Minutes of all runs."""
         return sum(outcome.spent for outcome in self.runs.values()) / 60
+
+    def facts(self) -> str:
+        """Say what was measured with, and how busy the machine was."""
+        loads = sorted(outcome.load for outcome in self.runs.values())
+        busy = f" The load was {loads[0]:.1f} to {loads[-1]:.1f}." if loads else ""
+        return f"{len(loads)} runs, {self.spent:.0f} minutes. {facts()}{busy}"
 
     def add(self, case: Case, outcome: Outcome) -> None:
         """Add a run, to the file too."""

@@ -160,7 +160,7 @@ class Plan:
         steps[-1] = scale.steps
         wall = step * scale.steps
         seconds, bytes_sent = [step * n for n in steps], [sent * n for n in steps]
-        return Outcome(seconds, bytes_sent, whole.losses, wall, wall, 0.0)
+        return Outcome(seconds, bytes_sent, whole.losses, wall, wall, 0.0, 0.0)
 
 
 def tuned_for(quick: bool, workers: int | None) -> dict[int, Results]:

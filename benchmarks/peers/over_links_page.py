@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import matplotlib as mpl
 from campaign import LINKS, Records
 from matplotlib.figure import Figure
-from pages import facts, markdown
+from pages import markdown
 from races import Case, Outcome
 from systems import SYSTEMS
 
@@ -91,7 +91,7 @@ def page(plan: Plan, records: Records, command: str) -> str:
     lines = [
         "# Time to a loss over slow links, beside the peers",
         "",
-        f"Made by `{command}`: {len(records.runs)} runs, {records.spent:.0f} minutes. {facts()}",
+        f"Made by `{command}`: {records.facts()}",
         "",
         *(f"- {_verdict(where, rows)}" for where, rows in tables.items()),
         "",

@@ -64,6 +64,7 @@ class Outcome:
     others: float  # seconds until the first worker had made its steps
     wall: float  # seconds until all had
     spent: float  # seconds that the run took in all
+    load: float  # of the machine, in the last minute of the run
 
     @property
     def final(self) -> float:
@@ -258,7 +259,8 @@ class _Run:
         seconds = [at - start for at, _ in curve]
         sent = np.interp(seconds, first[:, 0] - start, first[:, 2] - first[0, 2])
         losses = [math.inf if loss is None else loss for _, loss in curve]
-        return Outcome(seconds, sent.tolist(), losses, ends[0] - start, max(ends) - start, spent)
+        walls = ends[0] - start, max(ends) - start
+        return Outcome(seconds, sent.tolist(), losses, *walls, spent, os.getloadavg()[0])
 
 
 def run(hosts: Field, case: Case, model: Model) -> Outcome:

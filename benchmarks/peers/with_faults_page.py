@@ -11,7 +11,7 @@ import matplotlib as mpl
 from campaign import Records
 from matplotlib.figure import Figure
 from over_links_page import COLOURS, PEERS, save
-from pages import facts, markdown
+from pages import markdown
 from races import AWAY, KILLED, SLOWER, STRAGGLER, Outcome
 from systems import SYSTEMS
 
@@ -78,7 +78,7 @@ def page(plan: Plan, records: Records, command: str) -> str:
     lines = [
         "# A straggler and a killed worker, beside the peers",
         "",
-        f"Made by `{command}`: {len(records.runs)} runs, {records.spent:.0f} minutes. {facts()}",
+        f"Made by `{command}`: {records.facts()}",
         "",
         *(f"- {line}" for fault, rows in tables.items() for line in _verdicts(fault, rows)),
         "",

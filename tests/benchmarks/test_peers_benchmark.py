@@ -41,7 +41,7 @@ class Machine:
             losses = [self.final(case) + gap for gap in (0.3, 0.2, 0.1, 0.0)]
             sent = [1000.0 * steps * k for k in (1, 2, 3, 4)]
             wall = seconds[-1] * (4 if case.fault == "straggler" else 1)
-            records.add(case, self.outcome(seconds, sent, losses, seconds[-1], wall, 6.0))
+            records.add(case, self.outcome(seconds, sent, losses, seconds[-1], wall, 6.0, 1.5))
         return made
 
 
@@ -85,6 +85,7 @@ def test_the_page_has_the_time_to_ddps_loss_and_says_who_is_first(peers, links, 
     Machine(peers, final, step).make(plan.wanted, records)
     said = peers["over_links"].page(plan, records, "the command")
     assert f"Made by `the command`: {len(records.runs)} runs" in said
+    assert "The load was 1.5 to 1.5." in said
     for rows in tables(said):
         found = {row[0]: row for row in rows}
         assert found["DistributedDataParallel"][8:10] == ["16.0", "1.00"]
