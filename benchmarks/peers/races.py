@@ -142,13 +142,13 @@ class _Run:
         self._head, self._first = addresses[:2]
         self._addresses = addresses[1:]
         faulty = case.fault == KILLED
-        copies = max(1, case.steps // COPIES)
+        copies, τ = max(1, case.steps // COPIES), max(1, case.period)
         arguments: dict[str, Any] = {
             **case._asdict(),
             **model.sizes,
             "lr": case.rate,
             "folder": str(folder),
-            "every": max(case.period, copies // max(1, case.period) * case.period, 1),
+            "every": max(1, copies // τ) * τ,
             "seconds": model.seconds if hosts.cluster else 0.0,
             "straggler": SLOWER if case.fault == STRAGGLER else 0.0,
             "overlap": SYSTEMS[case.system].overlap,
@@ -156,12 +156,10 @@ class _Run:
             "save_steps": 50 if faulty else 0,
             "save_seconds": 50 * model.seconds if faulty else 0.0,
         }
-        if not case.period:
-            arguments["every"] = copies
         if case.system == "whole":
-            arguments |= {"batch": case.workers * arguments["batch"], "workers": 1}
+            arguments["batch"] *= case.workers
+        self._number = arguments["workers"] = 1 if self._meets == "alone" else case.workers
         self._arguments = json.dumps(arguments)
-        self._number = 1 if case.system in ("whole", "alone") else case.workers
         self._token, self._port = secrets.token_hex(16), str(29500 + secrets.randbelow(400))
 
     def outcome(self) -> Outcome:
