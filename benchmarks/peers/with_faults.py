@@ -1,6 +1,6 @@
 """A straggler and a killed worker, beside the peers: what the others lose, and what the result.
 
-    python benchmarks/peers/with_faults.py --minutes 150    # as root; docs/peers-faults.md and .svg
+    python benchmarks/peers/with_faults.py --minutes 180    # as root; docs/peers-faults.md and .svg
     python benchmarks/peers/with_faults.py --quick          # a tiny model, without torchft
 
 Two workers on hosts of their own train undisturbed, with one of them four times slower, and with
@@ -32,7 +32,7 @@ PERIODS: dict[str, tuple[int, ...]] = {
     "whole": (0,),
     "elastic": (4,),
 }
-FULL = Scale(400, (0, 1, 2), {WORKERS: Model(0.1, Tuned().model)}, PERIODS)
+FULL = Scale(400, (0, 1, 2), {WORKERS: Model(0.15, Tuned().model)}, PERIODS)
 QUICK = Scale(
     40,
     (0,),
@@ -73,7 +73,7 @@ if __name__ == "__main__":
     main(
         "peers-faults",
         __doc__,
-        150,
+        180,
         (FULL, QUICK),
         lambda quick, _: Plan(tuned_for(quick, WORKERS)[WORKERS], list(COMPARED)),
     )
