@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from links_formula import TRIPS, Setup, all_reduce
 from links_network import Link, Measured
-from links_worker import ALONE, COLLECTIVE, DDP, FORWARD, LAYERS, RAY, Case, Result, Settings
+from links_pace import FORWARD
+from links_worker import ALONE, COLLECTIVE, DDP, LAYERS, RAY, Case, Result, Settings
 from pages import facts, markdown
 
 COLUMNS = (

@@ -16,10 +16,11 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from links_pace import Pace, wait
 from torch import Tensor, nn
 
 from springline.center import Layout
@@ -30,7 +31,6 @@ from springline.torch.optimizer import CenterOptimizer
 
 LAYERS = 4
 BATCH = 8
-FORWARD = 1 / 3  # of a step; the rest is the backward pass
 LINGER = 3600.0  # seconds for which a center waits for its next case
 PORT = 29500
 RAY, COLLECTIVE = "elastic, Ray", "averaging, gloo"
@@ -96,39 +96,6 @@ class Result:
     exchanging: float = 0.0  # seconds of those, in the background or not
 
 
-class Pace:
-    """Makes a step last as long as a larger one that leaves this machine's cores alone."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._start = 0.0
-
-    def begin(self) -> None:
-        """A step begins."""
-        self._start = time.perf_counter()
-
-    def until(self, share: float) -> None:
-        """Wait until so much of the step is over."""
-        left = self._start + share * self._seconds - time.perf_counter()
-        if left > 0:
-            time.sleep(left)
-
-
-class _Waiting(torch.autograd.Function):
-    """Nothing but time, in both passes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, pace: Pace, there: float, back: float) -> Tensor:
-        ctx.pace, ctx.back = pace, back
-        pace.until(there)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        ctx.pace.until(ctx.back)
-        return gradients[0], None, None, None
-
-
 class Model(nn.Module):
     """Layers of the same size that take the same time; the last one's gradient is there first."""
 
@@ -140,9 +107,7 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Compute, and wait in between as long as a larger layer would take."""
         for k, layer in enumerate(self.layers, 1):
-            there = FORWARD * k / LAYERS
-            back = FORWARD + (1 - FORWARD) * (LAYERS + 1 - k) / LAYERS
-            x = _Waiting.apply(torch.relu(layer(x)), self._pace, there, back)  # type: ignore[no-untyped-call]
+            x = wait(torch.relu(layer(x)), self._pace, k, LAYERS)
         return x
 
 

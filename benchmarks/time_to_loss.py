@@ -59,7 +59,7 @@ def make(job: Job, scale: Scale, tick: Callable[[], None]) -> Result:
             "curve": str(curve),
             **scale.model,
         }
-        arguments["batch"] *= 2 if setting.rule == WHOLE else 1
+        arguments["batch"] *= setting.all if setting.rule == WHOLE else 1
         if job.one_process:
             command = [sys.executable, str(WORKER), json.dumps(arguments)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -15,17 +15,18 @@ FRACTIONS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)  # of one worker's steps
 
 
 class Setting(NamedTuple):
-    """One worker alone, one process with the data of two, or two workers with a rule."""
+    """One worker alone, one process with the data of all, or workers with a rule."""
 
     rule: str = ALONE
     period: int = 0
     moving_rate: float | None = None
     outer: tuple[float, float] | None = None  # rate and momentum
+    all: int = 2  # workers that share the data, unless one is alone
 
     @property
     def workers(self) -> int:
-        """How many."""
-        return 1 if self.rule in (ALONE, WHOLE) else 2
+        """How many processes there are in a real run."""
+        return 1 if self.rule in (ALONE, WHOLE) else self.all
 
     @property
     def threads(self) -> int:
@@ -38,7 +39,7 @@ class Setting(NamedTuple):
         if self.rule == ALONE:
             return "one worker"
         if self.rule == WHOLE:
-            return "one process, twice the batch"
+            return f"one process, {'twice' if self.all == 2 else f'{self.all} times'} the batch"
         α = "" if self.moving_rate is None else f", α = {self.moving_rate:g}"
         outer = "" if self.outer is None else f", outer {self.outer[0]:g}/{self.outer[1]:g}"
         return f"{self.rule.replace('_', ' ')}, τ = {self.period}{α}{outer}"
@@ -241,8 +242,8 @@ def load(path: Path, scale: Scale) -> Results:
     for line in lines:
         if line.endswith("\n"):  # else it was cut short
             values = json.loads(line)
-            rule, period, moving_rate, outer = values["job"].pop("setting")
-            setting = Setting(rule, period, moving_rate, outer and tuple(outer))
+            rule, period, moving_rate, outer, *more = values["job"].pop("setting")
+            setting = Setting(rule, period, moving_rate, outer and tuple(outer), *more)
             losses = [math.inf if loss is None else loss for loss in values["losses"]]
             run = Result(values["seconds"], losses, values["spent"])
             results.runs[Job(setting, **values["job"])] = run

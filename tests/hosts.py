@@ -180,12 +180,13 @@ class Hosts:
         count: how many.
         ray: whether there are Ray nodes on them.
         options: of `ray start`, for every node.
+        head_options: of `ray start`, for the first.
         environment: of Ray's nodes.
     """
 
-    def __init__(self, count=3, ray=True, options=(), **environment):
+    def __init__(self, count=3, ray=True, options=(), head_options=(), **environment):
         self._count, self._ray, self._environment = count, ray, environment
-        self._options = options
+        self._options, self._head_options = options, head_options
         self._start()
 
     def _start(self):
@@ -238,7 +239,8 @@ class Hosts:
         return next(host for host in self.all if host.address == address)
 
     def _start_ray(self):
-        head = ("--head", f"--port={PORT}", "--include-dashboard=false", *self._options)
+        head = ("--head", f"--port={PORT}", "--include-dashboard=false")
+        head += (*self._options, *self._head_options)
         self._wait(self[0].start_ray(*head, f"--temp-dir={self._home}", **self._environment))
         for started in [self._join(host) for host in self.all[1:]]:
             self._wait(started)
