@@ -13,6 +13,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 TOUR = "../examples/tour.ipynb"
+ASIDE = "---\nhide: [navigation, toc]\nsearch: {exclude: true}\n---\n"
 SOURCE = re.compile(r"\]\(\.\./((?:examples|src)/[\w./]+\.(py|sh))\)")
 
 
@@ -24,7 +25,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path, kind in sorted(sources):
         language = {"py": "python", "sh": "bash"}[kind]
         text = (ROOT / path).read_text("utf-8")
-        page = f"---\nhide: [navigation, toc]\n---\n# {path}\n\n````{language}\n{text}````\n"
+        page = f"{ASIDE}# {path}\n\n````{language}\n{text}````\n"
         files.append(File.generated(config, f"{path}.md", content=page))
     return files
 

@@ -1,6 +1,7 @@
 import tensorflow as tf
 
 import springline
+from springline.tensorflow import ElasticAverageOptimizer
 
 sgd = tf.compat.v1.train.GradientDescentOptimizer(0.1)
 w = tf.Variable([0.0, 0.0, 0.0])
