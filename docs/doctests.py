@@ -1,4 +1,4 @@
-"""Shows a docstring's doctests as code: elsewhere than under "Examples:" they would be text."""
+"""Shows what a docstring has for code: its doctests, and the blocks after two colons."""
 
 import re
 from typing import Any
@@ -14,5 +14,5 @@ class Doctests(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Fence those of one function, class or module."""
         if obj.docstring:
-            text = obj.docstring.value
+            text = re.sub(r"::$", ":", obj.docstring.value, flags=re.MULTILINE)
             obj.docstring.value = DOCTEST.sub(lambda m: f"```pycon\n{m[0].rstrip()}\n```\n", text)
