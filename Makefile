@@ -18,7 +18,7 @@ FRAMEWORKS := $(wildcard $(foreach word,ray address collective epochs hosts resu
 PARTS := $(wildcard $(foreach part,rules center launch monitor faults,tests/$(part)/test_*.py))
 CORE := $(wildcard tests/test_*.py) $(filter-out $(FRAMEWORKS),$(PARTS)) src/springline/rules src/springline/monitor
 
-.PHONY: help setup demo demo-digits test test-all test-pythons lint format bench clean
+.PHONY: help setup demo demo-digits test test-all test-pythons lint format bench docs docs-serve clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -27,7 +27,7 @@ setup: $(READY)  ## a .venv with everything that demo and tests need
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,tensorflow,keras,accelerate,huggingface,lightning,ray,plots,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,tensorflow,keras,accelerate,huggingface,lightning,ray,plots,docs,dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps tf_keras  # it asks for tensorflow, which is tensorflow-cpu here
 	@touch $@
 
@@ -68,6 +68,12 @@ format: setup  ## let ruff mend what it can
 
 bench: setup  ## what an exchange costs, in memcpys: docs/exchange.md and its plot
 	$(BIN)/python benchmarks/exchange.py
+
+docs: setup  ## the documentation as a web site, in site/
+	$(BIN)/mkdocs build --strict
+
+docs-serve: setup  ## the same on http://127.0.0.1:8000, made again whenever a page changes
+	$(BIN)/mkdocs serve --strict
 
 clean:  ## forget the .venv and the caches
 	rm -rf .venv .venvs benchmarks/peers/.venv .mypy_cache .ruff_cache .pytest_cache .hypothesis

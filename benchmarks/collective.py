@@ -1,6 +1,6 @@
 """What an exchange over a process group costs, against a bare all-reduce of the same buffer.
 
-    python benchmarks/collective.py            # a minute; writes docs/collective.md and .png
+    python benchmarks/collective.py            # a minute; writes docs/collective.md and .svg
     python benchmarks/collective.py --quick    # a small model
 
 The page keeps what it says before the figures.
@@ -45,7 +45,7 @@ def main() -> None:
     console, load = Console(), os.getloadavg()[0]
     rows = [r for case in (QUICK if options.quick else FULL) for r in rows_of(case, timed(case))]
     options.out.mkdir(parents=True, exist_ok=True)
-    draw(rows, options.out / "collective.png")
+    draw(rows, options.out / "collective.svg")
     command = "python benchmarks/collective.py" + " --quick" * options.quick
     written = options.out / "collective.md"
     before = written.read_text("utf-8").split(HEADING)[0] if written.exists() else ""

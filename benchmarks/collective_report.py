@@ -94,7 +94,7 @@ def section(rows: Sequence[Row], command: str, load: float) -> str:
             f"Made by `{command}`. {facts()} {size}, gloo over this machine's loopback, "
             f"{case.rounds} rounds. {_load(load)}",
             "",
-            "![An exchange against a bare all-reduce of the same buffer](collective.png)",
+            "![An exchange against a bare all-reduce of the same buffer](collective.svg)",
             "",
             _READING,
             "",

@@ -1,6 +1,6 @@
 """An exchange against one memcpy of the same bytes, in the same run.
 
-    python benchmarks/exchange.py            # minutes; writes docs/exchange.md and .png
+    python benchmarks/exchange.py            # minutes; writes docs/exchange.md and .svg
     python benchmarks/exchange.py --quick    # seconds; small models
 
 Every worker is a process of its own, and all exchange through one shared center. Memcpys and
@@ -171,13 +171,13 @@ def main() -> None:
     from exchange_plot import draw  # not at the top, which every worker imports
 
     options.out.mkdir(parents=True, exist_ok=True)
-    draw(rows, options.out / "exchange.png")
+    draw(rows, options.out / "exchange.svg")
     command = "python benchmarks/exchange.py" + (" --quick" if options.quick else "")
     (options.out / "exchange.md").write_text(page(rows, found, command), "utf-8")
     console.print(table(rows))
     for check in found:
         console.print(f"{check.mark} {check.what}: {check.measured}; target: {check.target}")
-    console.print(f"Written: {options.out / 'exchange.md'} and {options.out / 'exchange.png'}")
+    console.print(f"Written: {options.out / 'exchange.md'} and {options.out / 'exchange.svg'}")
 
 
 if __name__ == "__main__":

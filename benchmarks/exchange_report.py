@@ -241,7 +241,7 @@ def page(rows: Sequence[Row], found: Sequence[Check], command: str) -> str:
             "",
             f"Made by `{command}`: {facts}",
             "",
-            "![Exchange in memcpys by number of workers](exchange.png)",
+            "![Exchange in memcpys by number of workers](exchange.svg)",
             "",
             _READING,
             "",

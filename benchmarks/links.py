@@ -1,6 +1,6 @@
 """Training over slow links: the share of time spent computing, by τ, beside DDP.
 
-    python benchmarks/links.py            # eight minutes; writes docs/links.md and docs/links.png
+    python benchmarks/links.py            # eight minutes; writes docs/links.md and docs/links.svg
     python benchmarks/links.py --quick    # a small model, few steps
 
 Three hosts are namespaces on this machine, each with a Ray node, so this needs Linux and root. The
@@ -151,7 +151,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     with hosts.Hosts(1) as cluster:
         found = measured(cluster, QUICK if options.quick else FULL, console)
-        draw(found, options.out / "links.png")
+        draw(found, options.out / "links.svg")
         written.write_text(page(found, LINK, command, load), "utf-8")
     for row in found.rows:
         share, expected = found.share(row), found.expected(row).share

@@ -144,7 +144,7 @@ def page(found: Findings, link: Link, command: str, load: float) -> str:
             f"{os.cpu_count()} cores). {settings.workers} workers, {size}, a step of "
             f"{1e3 * settings.seconds:g} ms.",
             "",
-            "![Share of the time spent computing, and bytes sent, by τ](links.png)",
+            "![Share of the time spent computing, and bytes sent, by τ](links.svg)",
             "",
             _READING,
             "",

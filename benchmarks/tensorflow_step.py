@@ -1,6 +1,6 @@
 """What springline adds to a TensorFlow step on parameter servers.
 
-    python benchmarks/tensorflow_step.py            # minutes; writes docs/tensorflow-step.md, .png
+    python benchmarks/tensorflow_step.py            # minutes; writes docs/tensorflow-step.md, .svg
     python benchmarks/tensorflow_step.py --quick    # small models
 
 Every setting is a cluster of its own, one server and one or two workers, all on this machine. The
@@ -114,7 +114,7 @@ def main() -> None:
             rows.append(Row.of(case, run(case)))
             progress.advance(bar)
     options.out.mkdir(parents=True, exist_ok=True)
-    draw(rows, options.out / "tensorflow-step.png")
+    draw(rows, options.out / "tensorflow-step.svg")
     command = "python benchmarks/tensorflow_step.py" + " --quick" * options.quick
     written = options.out / "tensorflow-step.md"
     written.write_text(page(rows, command), "utf-8")

@@ -77,7 +77,7 @@ def page(rows: Sequence[Row], command: str) -> str:
             "",
             f"Made by `{command}`. {facts('tensorflow-cpu')}",
             "",
-            "![A local step and an exchange, and their targets](tensorflow-step.png)",
+            "![A local step and an exchange, and their targets](tensorflow-step.svg)",
             "",
             _READING,
             "",

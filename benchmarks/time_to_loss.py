@@ -1,6 +1,6 @@
 """Two workers on two cores against one worker on one: the wall time to the same loss.
 
-    python benchmarks/time_to_loss.py                # an hour; writes docs/time-to-loss.md, .png
+    python benchmarks/time_to_loss.py                # an hour; writes docs/time-to-loss.md, .svg
     python benchmarks/time_to_loss.py --minutes 20   # fewer settings, the most important first
     python benchmarks/time_to_loss.py --quick        # a minute; a tiny model
 
@@ -149,7 +149,7 @@ def main() -> None:
     command = f"python benchmarks/time_to_loss.py --minutes {options.minutes:g}"
     command += " --quick" * options.quick
     (options.out / "time-to-loss.md").write_text(page(results, command, options.minutes), "utf-8")
-    draw(results, options.out / "time-to-loss.png")
+    draw(results, options.out / "time-to-loss.svg")
     console.print(summary(results))
     console.print(f"Written: {options.out / 'time-to-loss.md'} and the plot beside it")
 

@@ -60,7 +60,7 @@ def page(results: Results, command: str, minutes: float) -> str:
             "",
             f"**{one}{summary(results)}**",
             "",
-            "![Validation loss against wall time](time-to-loss.png)",
+            "![Validation loss against wall time](time-to-loss.svg)",
             "",
             _READING,
             *_agreement(results),

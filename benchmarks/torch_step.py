@@ -1,6 +1,6 @@
 """What springline adds to a training step, against the bare optimizer in the same run.
 
-    python benchmarks/torch_step.py            # minutes; writes docs/torch-step.md and .png
+    python benchmarks/torch_step.py            # minutes; writes docs/torch-step.md and .svg
     python benchmarks/torch_step.py --quick    # seconds; small models
 
 Every case is timed in a process of its own. The bare thing and ours alternate, so that a slow
@@ -91,13 +91,13 @@ def main() -> None:
     from torch_step_plot import draw  # not at the top, which every process imports
 
     options.out.mkdir(parents=True, exist_ok=True)
-    draw(rows, options.out / "torch-step.png")
+    draw(rows, options.out / "torch-step.svg")
     command = "python benchmarks/torch_step.py" + " --quick" * options.quick
     (options.out / "torch-step.md").write_text(page(rows, command), "utf-8")
     console.print(table(rows))
     for check in (row.check for row in targets(rows)):
         console.print(f"{check.mark} {check.what}: {check.measured}; target: {check.target}")
-    console.print(f"Written: {options.out / 'torch-step.md'} and {options.out / 'torch-step.png'}")
+    console.print(f"Written: {options.out / 'torch-step.md'} and {options.out / 'torch-step.svg'}")
 
 
 if __name__ == "__main__":

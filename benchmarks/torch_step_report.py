@@ -130,7 +130,7 @@ def page(rows: Sequence[Row], command: str) -> str:
             "",
             f"Made by `{command}`. {facts()} {model}",
             "",
-            "![A step and an exchange with each rule, and their targets](torch-step.png)",
+            "![A step and an exchange with each rule, and their targets](torch-step.svg)",
             "",
             _READING,
             "",

@@ -127,7 +127,7 @@ def test_the_sdist_holds_all_that_the_tests_and_the_docs_need(built):
     folders = ("src", "tests", "examples", "benchmarks", "docs")
     expected = set().union(*map(files_below, folders))
     expected |= {path.name for path in ROOT.glob("*.md")}
-    expected |= {"LICENSE", "Makefile", "constraints.txt", "pyproject.toml"}
+    expected |= {"LICENSE", "Makefile", "constraints.txt", "mkdocs.yml", "pyproject.toml"}
     assert names == expected | {"PKG-INFO", ".gitignore"}
 
 

@@ -57,10 +57,10 @@ def test_every_case_has_a_row(run):
         assert int(n) == 12 * int(workers)
 
 
-def test_the_plot_is_a_png(run):
+def test_the_plot_is_svg(run):
     _, out = run
-    assert (out / "exchange.png").read_bytes().startswith(b"\x89PNG")
-    assert "(exchange.png)" in (out / "exchange.md").read_text("utf-8")
+    assert "<svg" in (out / "exchange.svg").read_text("utf-8")
+    assert "(exchange.svg)" in (out / "exchange.md").read_text("utf-8")
 
 
 def test_what_does_not_depend_on_the_clock_is_met(run):

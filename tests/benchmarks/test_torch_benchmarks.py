@@ -38,8 +38,8 @@ def tables(page):
 
 def check_written(out, name):
     page = (out / f"{name}.md").read_text("utf-8")
-    assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert f"({name}.png)" in page
+    assert "<svg" in (out / f"{name}.svg").read_text("utf-8")
+    assert f"({name}.svg)" in page
     assert f"python benchmarks/{name.replace('-', '_')}.py" in page
     assert str(out) not in page
     assert str(BENCHMARKS.parent) not in page

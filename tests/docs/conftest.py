@@ -1,0 +1,1 @@
+collect_ignore = ["preambles"]  # they are imported by programs of their own
