@@ -1,4 +1,4 @@
-"""What can go wrong with a center, each with a sentence that says what to do."""
+"""What can go wrong with a center; each message ends with what to do."""
 
 from __future__ import annotations
 

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from springline.worker import Worker
 
 _STOP_LOOK = 0.1  # seconds between two looks at RUN/stop
-_END_LOOK = 0.1  # seconds between two looks who has finished
+_END_LOOK = 0.1  # seconds between two looks at which ranks have finished
 _UNSEEN = 10.0  # seconds to wait for a rank that no launcher restarts
-# What a line of the metrics says of the last exchange.
+# What a line of the metrics holds of the last exchange.
 BYTES, DISTANCE, OUTER_RATE = "bytes_exchanged", "distance", "outer_learning_rate"
 _log = logging.getLogger("springline")
 
@@ -222,7 +222,7 @@ def wait_for_all(worker: Worker, timeout: float | None, steps: float = math.inf)
         given_up = run.given_up() if given_up is None else given_up
         now = time.monotonic()
         seen.update(dict.fromkeys(center.members(), now))
-        if given_up is None:  # nobody starts it again
+        if given_up is None:  # it is not started again
             given_up = [rank for rank, at in seen.items() if now - at > _UNSEEN]
         return sorted(seen.keys() - finished() - {*given_up})
 
@@ -294,4 +294,4 @@ def finish_at_exit(finish: Callable[[], None], process: int) -> None:
             _log.exception("The last exchange failed")
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(1)  # an exit handler has no other way to say so
+            os._exit(1)  # an exit handler has no other way to report it

@@ -49,7 +49,7 @@ def center_of(run: Run, name: str | None) -> Path | None:
 
     Args:
         run: in which it is made.
-        name: the optimizer's; by default it is told from others by the order of their making.
+        name: the optimizer's; by default the order in which they are made distinguishes them.
     """
     own = run.center_directory
     if own is None:
