@@ -62,7 +62,7 @@ def test_an_elastic_swap_is_what_the_verbs_give(x, c, α):
 def test_a_step_in_place_is_a_step(c, g, rate):
     then, exchange = Point(np.empty(N), {}), Exchange(rate=rate)
     SGD(rate).step(Point(c, {}), g, exchange, then)
-    assert SGD(rate).step_in_place(c, g, exchange, np.empty(N))
+    assert SGD(rate).step_in_place(c, g, exchange, work=g)
     np.testing.assert_array_equal(c, then.c)
 
 

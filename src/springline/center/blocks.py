@@ -122,6 +122,7 @@ def step(
     exchange: Exchange,
     rates: NDArray[np.float64] | None = None,
     count: int | None = None,
+    scratch: bool = False,
 ) -> None:
     """Reduce messages and take the outer step; into `then`, for `commit`, or in place.
 
@@ -131,6 +132,7 @@ def step(
         exchange: which; it learns what is the block's own.
         rates: per entry of the layout, the learning rates that came with the message.
         count: of how many messages the one given is the mean already.
+        scratch: whether the message may be overwritten.
 
     Raises:
         RefusedError: the center would overflow. It has not changed.
@@ -146,7 +148,8 @@ def step(
         room = block.now.c if block.direct else block.work
         message = reduce(messages, [weight] * len(messages), room, block.work)
         may = block.partial and block.small and message is messages[0]
-        if may and block.outer.step_in_place(block.now.c, message, exchange, block.work):
+        work = message if scratch else block.work
+        if may and block.outer.step_in_place(block.now.c, message, exchange, work):
             block.stepped = block.now
         elif message is not block.now.c:
             block.outer.step(block.now, message, exchange, into)

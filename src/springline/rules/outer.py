@@ -118,7 +118,7 @@ class Outer(ABC):
         """Take a step on `c` itself, which `g` is too small to overflow.
 
         For steps without state, any part of which may stand alone if the process is killed. The
-        result must be that of `step`, to the bit. False if nothing was done.
+        result must be that of `step`, to the bit; `work` may be `g`. False if nothing was done.
         """
         return False
 
