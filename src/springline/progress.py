@@ -83,7 +83,7 @@ def steps(total: int) -> Iterator[int]:
     claim = Claim(total)
     made = claim.made(0, total)
     if made == total > 0:
-        _say_skipped(claim.run, total)
+        _report_skipped(claim.run, total)
     return claim.steps(range(made, total))
 
 
@@ -137,7 +137,7 @@ def in_loop() -> Iterator[None]:
         _count.looping = before
 
 
-def _say_skipped(run: Run, total: int) -> None:
+def _report_skipped(run: Run, total: int) -> None:
     if _count.loaded:
         _count.loaded = False  # once
         _log.warning(
@@ -265,10 +265,10 @@ def _of_exchange(owner: Any) -> dict[str, float]:
 
 @can_do_without("The report")
 def report(text: str) -> None:
-    """Say how it ended: a script alone prints it, `springline run` shows it after the run.
+    """Report how it ended: a script alone prints it, `springline run` shows it after the run.
 
-    In a run it is that of the worker on which `final()` was true, with the version of the center
-    that it speaks of; rank 0's, if the script does not call `final()`.
+    In a run it is that of the worker on which `final()` was true, with the version of the
+    center; rank 0's, if the script does not call `final()`.
     """
     run, worker = Run.from_environment(), _count.worker()
     if run.directory and _count.reports and hasattr(worker, "center"):

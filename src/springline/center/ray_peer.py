@@ -189,7 +189,7 @@ def connect(address: str | None = None) -> None:
     there = _recorded() if address == "auto" else address
     where = f"at {there}" if there else "on this machine"
     if there != address and there:
-        where += ", which Ray takes for the last one of this machine (`ray stop` forgets it)"
+        where += ", the last one that Ray knows on this machine (`ray stop` forgets it)"
     no_cluster = CenterError(
         f"There is no Ray cluster {where}. Start one with `ray start --head` on one machine and "
         "`ray start --address HOST:6379` on the others, or give the address of one that runs (not "

@@ -115,7 +115,7 @@ class SharedCenter(MemoryCenter):
                         center = cls._recover(directory, existing, path, locks)
                     center.check_layout(layout)
                     check_settings(center.settings, plan.settings)
-                    center._say_whose_values(values)
+                    center._report_whose_values(values)
         except BaseException:
             locks.close()
             raise
@@ -279,7 +279,7 @@ class SharedCenter(MemoryCenter):
         _log.warning("%s; going on from %s, version %d.", why, saved, center.version)
         return center
 
-    def _say_whose_values(self, values: Mapping[str, Any]) -> None:
+    def _report_whose_values(self, values: Mapping[str, Any]) -> None:
         ours = self.layout.views(self.memory.center)
         if any(not np.array_equal(ours[n], v) for n, v in values.items() if n in ours):
             _log.log(

@@ -121,7 +121,7 @@ def quantities(metrics: dict[int, Series]) -> dict[str, list[str]]:
 
 
 def is_strong(name: str, metrics: dict[int, Series]) -> bool:
-    """Whether it is the center's, or one worker speaks for all."""
+    """Whether it is the center's, or only one worker logs it."""
     speakers = [s for s in metrics.values() if np.isfinite(s.values.get(name, np.empty(0))).any()]
     if len(speakers) == 1 and len(metrics) > 1:
         return True

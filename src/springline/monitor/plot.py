@@ -83,12 +83,12 @@ def draw(directory: str | Path, path: Path | None = None) -> Path | None:
     try:
         import matplotlib.figure  # noqa: F401 - asks whether the extra is there
     except ImportError:
-        _log.warning("No plot: matplotlib is missing. `pip install springline[plots]` brings it.")
+        _log.warning("No plot: matplotlib is missing. Install it: `pip install springline[plots]`.")
         return None
     picture = figure(directory)
     if picture is None:
         _log.warning(
-            "No plot: nothing was logged in %s. `springline.log(loss=...)` does.", directory
+            "No plot: nothing was logged in %s. Call `springline.log(loss=...)`.", directory
         )
         return None
     kind = path.suffix.removeprefix(".") or "png"

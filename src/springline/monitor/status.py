@@ -138,11 +138,11 @@ class StatusReader:
         rank.read(done, now, launch.started if launch else 0.0)
         entry = next((e for e in launch.workers if e.rank == k), None) if launch else None
         state = _state(entry, launched, k in center.members, rank.step)
-        nobody_tells = launch is None and center.plan is None
-        counted = None if nobody_tells else 0
+        unreported = launch is None and center.plan is None
+        counted = None if unreported else 0
         return WorkerStatus(
             rank=k,
-            state="unknown" if nobody_tells else state,
+            state="unknown" if unreported else state,
             step=rank.step,
             rate=rank.steps.rate(now) if state == "running" else None,
             loss=rank.loss,
