@@ -173,7 +173,7 @@ class Background:
         copies = _copies(worker.local, self._reply, here)
         work = partial(_exchange, worker.exchange_with, self._reply, blocks, copies, taken, flight)
         self._jobs.put(work)
-        self._taken, self._flight = taken, flight  # now that somebody will set them
+        self._taken, self._flight = taken, flight  # now that the job will set them
 
     def save(self, copy: Callable[[Array], Any] = np.copy) -> dict[str, Any] | None:
         """Return what is in flight and is not folded in yet, once it is back; None if nothing is.
@@ -222,7 +222,7 @@ def _exchange(
     taken: threading.Event,
     flight: Future[bool],
 ) -> None:
-    """Exchange a snapshot, and tell by how much that moved it."""
+    """Exchange a snapshot, and report by how much that moved it."""
     try:
         try:
             for x, s, move in blocks:

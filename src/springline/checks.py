@@ -1,4 +1,4 @@
-"""What a user gives: refused where it is wrong, with a sentence that says what it must be."""
+"""What a user gives: refused where it is wrong, with what it must be."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ def clean(
 
 @contextlib.contextmanager
 def _clear_errors() -> Iterator[None]:
-    """Turn what we know how to say into one sentence and an exit status."""
+    """Turn the errors that we know into one sentence and an exit status."""
     try:
         yield
     except (LaunchError, CenterError) as error:
@@ -219,7 +219,7 @@ def _clear_errors() -> Iterator[None]:
 
 
 def _is_terminal() -> bool:
-    """Whether there is somebody to ask."""
+    """Whether the user can be asked."""
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 

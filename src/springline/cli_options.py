@@ -1,4 +1,4 @@
-"""The arguments and options of the command line: their types, and what `--help` says of them."""
+"""The arguments and options of the command line: their types, and their text in `--help`."""
 
 from __future__ import annotations
 

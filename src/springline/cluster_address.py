@@ -57,7 +57,7 @@ class ClusterAddress:
         if not token:
             raise ValueError(
                 f"SPRINGLINE_TOKEN is not set: the secret that all workers of {center!r} share, "
-                "without which nobody joins them. Make one with `openssl rand -hex 32`, and give "
+                "without which none can join. Make one with `openssl rand -hex 32`, and give "
                 "each worker the same. That of a run is in RUN/token."
             )
         if shards and not (shards.isdigit() and int(shards)):

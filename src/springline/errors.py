@@ -1,4 +1,4 @@
-"""What can go wrong with a center, each with a sentence that says what to do."""
+"""What can go wrong with a center; each message ends with what to do."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def rank_in_use(rank: int, members: Collection[int]) -> RankError:
 def taken_over(rank: int) -> TakenOverError:
     """Return the error for a worker whose rank another has meanwhile."""
     return TakenOverError(
-        f"Rank {rank} has been taken over by another worker meanwhile (this one was not heard of "
-        "for too long). Start it again to take part."
+        f"Rank {rank} has been taken over by another worker: this one sent no heartbeat for "
+        "too long. Start it again to take part."
     )
 
 

@@ -1,10 +1,10 @@
-"""Files that are replaced as a whole: written under a name that nobody else uses, then renamed.
+"""Files that are replaced as a whole: written under a unique name, then renamed.
 
     .NAME.0123456789abcdef.springline    what is being written; locked for as long
 
-A process that is killed leaves such a file. The next writer of NAME removes it: it knows it by its
-whole name, and by the lock that nobody writes it. One that is removed before its writer has locked
-it is made again.
+A process that is killed leaves such a file. The next writer of NAME removes it: it is
+recognised by its name and by not being locked. One that is removed before its writer has locked it
+is made again.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def can_do_without(what: str) -> Iterator[None]:
 
 
 def _write(path: Path, write: Write, keep: Path | None) -> bool:
-    """Write a file; false if somebody took it for a leftover before it was locked."""
+    """Write a file; false if it was removed as a leftover before it was locked."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_SUFFIX}")
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
     fd = os.open(temporary, flags, 0o600)

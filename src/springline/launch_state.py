@@ -1,4 +1,4 @@
-"""What the launcher knows, for those who watch the run.
+"""What the launcher knows, for monitors of the run.
 
 RUN/launch.json           of its workers
 RUN/center/status.json    of a center on a cluster

@@ -12,7 +12,7 @@ class Pace:
     """The local step at which the next exchange begins.
 
     Args:
-        rule: says how many steps lie between two exchanges.
+        rule: its period is how many steps lie between two exchanges.
 
     Attributes:
         number: of the next exchange: in rounds the center's, which decides.

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from springline.worker import Worker
 
 _STOP_LOOK = 0.1  # seconds between two looks at RUN/stop
-_END_LOOK = 0.1  # seconds between two looks who has finished
+_END_LOOK = 0.1  # seconds between two looks at which ranks have finished
 _UNSEEN = 10.0  # seconds to wait for a rank that no launcher restarts
-# What a line of the metrics says of the last exchange.
+# What a line of the metrics holds of the last exchange.
 BYTES, DISTANCE, OUTER_RATE = "bytes_exchanged", "distance", "outer_learning_rate"
 _log = logging.getLogger("springline")
 
@@ -83,7 +83,7 @@ def steps(total: int) -> Iterator[int]:
     claim = Claim(total)
     made = claim.made(0, total)
     if made == total > 0:
-        _say_skipped(claim.run, total)
+        _report_skipped(claim.run, total)
     return claim.steps(range(made, total))
 
 
@@ -137,7 +137,7 @@ def in_loop() -> Iterator[None]:
         _count.looping = before
 
 
-def _say_skipped(run: Run, total: int) -> None:
+def _report_skipped(run: Run, total: int) -> None:
     if _count.loaded:
         _count.loaded = False  # once
         _log.warning(
@@ -222,7 +222,7 @@ def wait_for_all(worker: Worker, timeout: float | None, steps: float = math.inf)
         given_up = run.given_up() if given_up is None else given_up
         now = time.monotonic()
         seen.update(dict.fromkeys(center.members(), now))
-        if given_up is None:  # nobody starts it again
+        if given_up is None:  # it is not started again
             given_up = [rank for rank, at in seen.items() if now - at > _UNSEEN]
         return sorted(seen.keys() - finished() - {*given_up})
 
@@ -265,10 +265,10 @@ def _of_exchange(owner: Any) -> dict[str, float]:
 
 @can_do_without("The report")
 def report(text: str) -> None:
-    """Say how it ended: a script alone prints it, `springline run` shows it after the run.
+    """Report how it ended: a script alone prints it, `springline run` shows it after the run.
 
-    In a run it is that of the worker on which `final()` was true, with the version of the center
-    that it speaks of; rank 0's, if the script does not call `final()`.
+    In a run it is that of the worker on which `final()` was true, with the version of the
+    center; rank 0's, if the script does not call `final()`.
     """
     run, worker = Run.from_environment(), _count.worker()
     if run.directory and _count.reports and hasattr(worker, "center"):
@@ -294,4 +294,4 @@ def finish_at_exit(finish: Callable[[], None], process: int) -> None:
             _log.exception("The last exchange failed")
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(1)  # an exit handler has no other way to say so
+            os._exit(1)  # an exit handler has no other way to report it

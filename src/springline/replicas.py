@@ -12,7 +12,7 @@ from springline.center.center import Center
 from springline.center.layout import Bytes
 from springline.rules.rule import Rule
 
-_ROUNDS = 3  # in which workers are the same before we say so
+_ROUNDS = 3  # in which workers are the same before it is reported
 _ENTRIES, _VALUES = 64, 16  # parameters that are looked at, and values of each
 _log = logging.getLogger("springline")
 
@@ -21,7 +21,7 @@ class Replicas:
     """Notices that all workers hold the same parameters in every round.
 
     The mean of different workers is none of them; that of copies is each of them. A few values of
-    many parameters tell: those that have moved since the last round.
+    many parameters show it: of those that have moved since the last round.
 
     Attributes:
         done: whether there is nothing to notice any more.

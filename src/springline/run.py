@@ -130,7 +130,7 @@ class Run:
         return [worker.rank for worker in launch.workers if worker.is_over]
 
     def stopping(self) -> bool:
-        """Whether somebody has asked all workers to finish early."""
+        """Whether all workers were asked to finish early."""
         if self.directory:
             return (self.directory / "stop").exists()
         return _alone["stop"]

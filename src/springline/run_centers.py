@@ -49,7 +49,7 @@ def center_of(run: Run, name: str | None) -> Path | None:
 
     Args:
         run: in which it is made.
-        name: the optimizer's; by default it is told from others by the order of their making.
+        name: the optimizer's; by default the order in which they are made distinguishes them.
     """
     own = run.center_directory
     if own is None:
@@ -109,7 +109,7 @@ def create_or_join(
         return run.cluster.create_or_join(layout, rule, values, use_locking)
     if run.cluster and run.directory in Path(directory).parents:
         raise ValueError(
-            f"On a cluster {run.directory} is this worker's own: no other would meet it in a "
+            f"On a cluster {run.directory} is this worker's own: no other could join a "
             "center there. Leave `center` out; a run on a cluster has one center. Received: "
             f"center={str(directory)!r}."
         )

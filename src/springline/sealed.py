@@ -155,7 +155,7 @@ def open_tensors(path: Path) -> TensorFile:
 
 @dataclass(frozen=True)
 class _Spec:
-    """What the header says of a tensor."""
+    """A tensor in the header."""
 
     dtype: str
     shape: list[Count]
@@ -170,7 +170,7 @@ class _Spec:
 
 
 def _header(data: bytes | mmap.mmap) -> tuple[dict[str, Any], int]:
-    """Return what a safetensors file's header says, and where its data begins."""
+    """Return a safetensors file's header, and where its data begins."""
     start = 8 + int.from_bytes(data[:8], "little")
     if not 8 < start <= min(len(data), _LARGEST):
         raise ValueError("it is too short for its header")

@@ -1,4 +1,4 @@
-"""Dataclasses made of JSON values, each of which has the type that its field says."""
+"""Dataclasses made of JSON values, checked against the types of their fields."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def build(kind: type[T], values: Any) -> T:
 
 
 def convert(hint: Any, value: Any, name: str) -> Any:
-    """Return a JSON value as a type says: a tuple of a list, a dataclass of an object.
+    """Return a JSON value as a type: a tuple of a list, a dataclass of an object.
 
     Raises:
         ValueError: it is of another type, not finite, or too large.

@@ -89,7 +89,7 @@ def load(worker: Worker, state: State) -> None:
         _write(layout.views(local.base), {**worker.center.values(), **state.get("copy", {})})
     worker.plan_next()
     if state["settings"]["period"] == worker.center.settings["period"]:
-        # A schedule cannot tell in the middle of a period.
+        # Not for a schedule, in the middle of a period.
         worker.pace.due = state.get("due", worker.pace.due)
     if worker.background and "in_flight" in state:
         worker.background.load(state["in_flight"])
@@ -100,7 +100,7 @@ def load(worker: Worker, state: State) -> None:
 
 
 def own_center(worker: Worker) -> LocalCenter | None:
-    """Return the worker's center if it is in this process and nobody else's."""
+    """Return the worker's center if it is in this process and of no other worker."""
     center = worker.center
     return center if isinstance(center, LocalCenter) and center.plan.workers == 1 else None
 

@@ -127,7 +127,13 @@ def test_a_difference_that_overflows_is_refused(place, name):
 
 @pytest.mark.parametrize(
     ("outer", "g", "taken"),
-    [(SGD, 3e38, 1), (Momentum, 3e38, 1), (Adagrad, 1e30, 0), (Adam, 1e30, 0)],
+    [
+        (SGD, 3e38, 1),
+        (lambda _: SGD(1e20), 3e18, 1),
+        (Momentum, 3e38, 1),
+        (Adagrad, 1e30, 0),
+        (Adam, 1e30, 0),
+    ],
 )
 @on("asynchronous")
 def test_an_outer_step_that_overflows_is_refused(place, outer, g, taken, tmp_path):

@@ -115,7 +115,7 @@ def test_a_cluster_that_ended_without_a_word_is_not_waited_for(command, tmp_path
         monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     refused = command("run", "--address", "auto", TRAINING)
     assert refused.process.returncode == 2
-    sentence = "There is no Ray cluster at 127.0.0.1:1, which Ray takes for the last one of this"
+    sentence = "There is no Ray cluster at 127.0.0.1:1, the last one that Ray knows on this"
     assert sentence in refused.output
 
 

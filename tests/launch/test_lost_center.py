@@ -58,7 +58,7 @@ LOSSES = {
     damage_layout: (0, "layout.json was damaged during the run"),
     replace_layout: (0, "layout.json was replaced by another center's during the run"),
     remove_lock: (0, "The center is in"),
-    remove_center: (1, "Not in it is what the model has beside the center"),
+    remove_center: (1, "It lacks what the model has beside the center"),
 }
 
 

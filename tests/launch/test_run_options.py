@@ -194,7 +194,7 @@ def test_a_mistake_ends_the_run_at_once(command, script, run, which):
     line, sentence = MISTAKES[which]
     ended = command("run", "--workers", 2, "--run", run.path, script(f"{IMPORTS}{line}\n"))
     assert ended.process.returncode == 1, ended.output
-    assert "after an error that no restart mends: the run ends." in ended.output
+    assert "after an error that no restart fixes: the run ends." in ended.output
     assert sentence in ended.output
     assert "Traceback" in ended.output
     assert "restart 1" not in ended.output

@@ -320,7 +320,7 @@ def test_without_matplotlib(run, caplog, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert draw(run) is None
     assert caplog.messages == [
-        "No plot: matplotlib is missing. `pip install springline[plots]` brings it."
+        "No plot: matplotlib is missing. Install it: `pip install springline[plots]`."
     ]
 
 

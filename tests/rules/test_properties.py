@@ -58,6 +58,14 @@ def test_an_elastic_swap_is_what_the_verbs_give(x, c, α):
     np.testing.assert_array_equal(center, then.c)
 
 
+@given(c=values, g=values, rate=rates)
+def test_a_step_in_place_is_a_step(c, g, rate):
+    then, exchange = Point(np.empty(N), {}), Exchange(rate=rate)
+    SGD(rate).step(Point(c, {}), g, exchange, then)
+    assert SGD(rate).step_in_place(c, g, exchange, work=g)
+    np.testing.assert_array_equal(c, then.c)
+
+
 def mean(messages):
     return reduce(messages, [1.0] * len(messages), np.zeros(N, messages[0].dtype), np.empty(N))
 

@@ -40,6 +40,9 @@ class Block:
     then: Point  # scratch for the point after a step
     work: Array  # more scratch
     direct: bool  # a step is written straight into `c`, since it can be made again
+    partial: bool  # any part of a step may stand alone, so that it may be made in place
+    stepped: Point  # where the last step went
+    small: bool = False  # whether the last message is too small to overflow `c`
 
     def has_gradient(self, seen: NDArray[np.bool_]) -> bool:
         """Whether there is something to contribute: of some rules only what had a gradient."""
@@ -107,8 +110,10 @@ def check_message(block: Block, message: Array) -> None:
     Raises:
         RefusedError: it is not.
     """
-    if math.isnan(size(message)):
+    square = size(message)
+    if math.isnan(square):
         raise RefusedError(block.range, message)
+    block.small = square < math.inf
 
 
 def step(
@@ -117,8 +122,9 @@ def step(
     exchange: Exchange,
     rates: NDArray[np.float64] | None = None,
     count: int | None = None,
+    scratch: bool = False,
 ) -> None:
-    """Reduce messages and take the outer step; into `then`, for `commit`, unless it is direct.
+    """Reduce messages and take the outer step; into `then`, for `commit`, or in place.
 
     Args:
         block: the center's side.
@@ -126,6 +132,7 @@ def step(
         exchange: which; it learns what is the block's own.
         rates: per entry of the layout, the learning rates that came with the message.
         count: of how many messages the one given is the mean already.
+        scratch: whether the message may be overwritten.
 
     Raises:
         RefusedError: the center would overflow. It has not changed.
@@ -136,11 +143,15 @@ def step(
     own = block.outer.rate(block.name, exchange.number)
     exchange.rate = own if exchange.sent is None else exchange.sent
     weight = block.rule.weight(exchange)
-    into = block.now if block.direct else block.then
+    block.stepped = into = block.now if block.direct else block.then
     try:
         room = block.now.c if block.direct else block.work
         message = reduce(messages, [weight] * len(messages), room, block.work)
-        if message is not block.now.c:
+        may = block.partial and block.small and message is messages[0]
+        work = message if scratch else block.work
+        if may and block.outer.step_in_place(block.now.c, message, exchange, work):
+            block.stepped = block.now
+        elif message is not block.now.c:
             block.outer.step(block.now, message, exchange, into)
     except FloatingPointError as error:
         raise RefusedError(block.range, into.c) from error
@@ -161,8 +172,8 @@ def adopted(block: Block, stepped: bool, out: Array) -> Array:
         stepped: whether `step` was called; not if there was nothing to contribute.
         out: room for it.
     """
-    aside = stepped and not block.direct and not block.rule.adopts_seen
-    return block.outer.publish(block.then if aside else block.now, out)
+    aside = stepped and not block.rule.adopts_seen
+    return block.outer.publish(block.stepped if aside else block.now, out)
 
 
 def adopt(block: Block, side: Side, c: Array) -> None:
@@ -179,7 +190,7 @@ def measure(block: Block, side: Side, c: Array) -> None:
 
 def commit(block: Block) -> None:
     """Put the point after a step in place."""
-    if not block.direct:
+    if block.stepped is block.then:
         put(block.then, block.now)
 
 
@@ -226,7 +237,8 @@ class Blocks:
         self._longest = max((range_.nbytes for shard in ranges for range_ in shard), default=0)
         rules = {"parameter": rule, "buffer": buffer_rule(rule, plan.rounds)}
         outers = {kind: r.outer for kind, r in rules.items()}
-        in_place = {k: r.outer.replaces and not r.adopts_seen for k, r in rules.items()}
+        direct = {k: r.outer.replaces and not r.adopts_seen for k, r in rules.items()}
+        partial = {k: not (plan.journaled or r.adopts_seen) for k, r in rules.items()}
         work = aligned_zeros(self._longest)
         if scratch is None:
             shared = aligned_zeros(max((plan.room(r) for s in ranges for r in s), default=0))
@@ -241,9 +253,9 @@ class Blocks:
             kind = range_.kind
             measured = kind == "parameter" and next(number) % apart == 0
             then = like(now, scratch(k) if scratch else shared)
-            room, direct = self._room(range_, work), in_place[kind]
+            room, how = self._room(range_, work), (direct[kind], partial[kind])
             of = rules[kind], outers[kind], name, measured
-            return Block(range_, *of, now, then, room, direct)
+            return Block(range_, *of, now, then, room, *how, stepped=now)
 
         self.shards = [[block(k, range_) for range_ in shard] for k, shard in enumerate(ranges)]
 

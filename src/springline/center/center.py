@@ -109,7 +109,7 @@ class Member(ABC):
 
         Raises:
             NonFiniteError: `local` holds NaN or Inf. The block that does was not applied, the
-                accumulated gradient is cleared, and nobody waits for this worker.
+                accumulated gradient is cleared, and no round waits for this worker.
             RoundTimeoutError: others did not come in time (synchronous rules).
         """
 
@@ -122,7 +122,7 @@ class Member(ABC):
 
     @abstractmethod
     def barrier(self) -> None:
-        """Wait, once in the life of a center, until all configured workers have joined."""
+        """Wait, once per center, until all configured workers have joined."""
 
     @abstractmethod
     def seal(self, x: Bytes, mark: int, changed: bool) -> int | None:
@@ -143,7 +143,7 @@ class Member(ABC):
 
     @abstractmethod
     def leave(self, finished: bool = False) -> None:
-        """Give the rank back. Nobody waits for this worker any more.
+        """Give the rank back. No round waits for this worker any more.
 
         Args:
             finished: whether it has made all its steps, and does not come back.
@@ -227,7 +227,7 @@ class Center(ABC):
 
     def check_join(self, rank: int, rule: Rule, timeout: float | None) -> None:
         """Refuse a worker with other settings than the center's, or a rank out of range."""
-        use_locking = {"use_locking": self.settings["use_locking"]}  # the center's, whoever joins
+        use_locking = {"use_locking": self.settings["use_locking"]}  # the center's own
         check_settings(self.settings, rule.settings() | use_locking)
         checks.seconds(timeout)
         check_rank(rank, self.settings["workers"])

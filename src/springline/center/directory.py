@@ -90,7 +90,7 @@ def no_checkpoint(directory: Path, path: Path) -> CenterError:
     return CenterError(
         f"The memory of the center in {directory} is gone and there is no checkpoint. Was the "
         "machine restarted? Or was the directory copied or moved while its run was going on? The "
-        "center is with the other one then. Start in a new directory."
+        "other one then has the center. Start in a new directory."
     )
 
 

@@ -1,4 +1,4 @@
-"""How far a worker is from its center: the figure that tells whether the period is too long."""
+"""How far a worker is from its center: the figure that shows whether the period is too long."""
 
 from __future__ import annotations
 

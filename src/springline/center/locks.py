@@ -41,7 +41,7 @@ class Locks(ABC):
     """Exclusive locks between the threads and processes that share a center.
 
     They are polled, never waited for in the kernel: a wait can then name the holder, time out and
-    hear a Ctrl-C.
+    be interrupted by Ctrl-C.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Locks(ABC):
             self._ours.discard(number)
 
     def held(self, number: int) -> bool:
-        """Whether anybody, this process included, holds a lock. Never acquires it."""
+        """Whether any process, this one included, holds a lock. Never acquires it."""
         return number in self._ours or self.held_elsewhere(number)
 
     def holder(self, number: int) -> int | None:
@@ -92,7 +92,7 @@ class Locks(ABC):
         """Return who holds a lock, as far as that is known, and what it is doing."""
         process = self.holder(number)
         if process in (None, os.getpid()):
-            return "another thread of this process" if process else "nobody any more"
+            return "another thread of this process" if process else "no process any more"
         return self._name(process)
 
     def _name(self, process: int) -> str:
@@ -130,7 +130,7 @@ class RecordLocks(Locks):
     this process too, take nothing from them. What a process forks would keep them alive, so a
     forked child closes its copy before it does anything else; what is started by `exec` has none.
 
-    A lock's holder writes its process id into the file, so that others can tell whom they wait for;
+    A lock's holder writes its process id into the file, so that others can name what they wait for;
     a shard's, which is locked in every exchange, into `holders`.
     """
 
@@ -183,7 +183,7 @@ class RecordLocks(Locks):
         if self.holders is not None and SHARD <= number < RANK:
             self.holders[number - SHARD] = os.getpid()
             return True
-        with contextlib.suppress(OSError):  # a full disk: others cannot tell who it is
+        with contextlib.suppress(OSError):  # a full disk: others cannot name the holder
             os.pwrite(self._fd, self._ID.pack(os.getpid()), self._ID.size * number)
         return True
 

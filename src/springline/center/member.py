@@ -272,7 +272,8 @@ class MemoryMember(Member):
         if stepped:
             message = self.message(block, side, local)
             try:
-                step(block, (message,), exchange, local.rates)
+                own = message is side.out
+                step(block, (message,), exchange, local.rates, scratch=own)
             except RefusedError as error:
                 raise self.non_finite(error.offset) from error
         c = adopted(block, stepped, side.out)

@@ -10,7 +10,7 @@ and its memory; a copy has others, and needs memory of its own.
 
 A process that maps the memory holds a shared lock on its first byte (a forked child may keep it
 longer, which does no harm). One that frees unmapped memory locks it exclusively, so that
-nobody maps it meanwhile. `segments.py` finds what is to be freed.
+it is not mapped meanwhile. `segments.py` finds what is to be freed.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def belongs(memory: Path, directory: Path) -> bool:
 
 def owner_of(memory: Path) -> Path | None:
     """Return the directory that memory in the tmpfs belongs to, where it was last seen."""
-    with contextlib.suppress(OSError, ValueError):  # what is no text is nobody's
+    with contextlib.suppress(OSError, ValueError):  # what is no text names no directory
         text = memory.with_name(_OWNER).read_text("utf-8")
         return Path(text) if "\0" not in text else None
     return None
@@ -209,7 +209,7 @@ def _write(path: Path, text: str) -> None:
 
 def _mark(fd: int) -> bool:
     """Mark memory as mapped, for as long as it is: the mapping keeps the file open."""
-    return _lock(fd, fcntl.F_RDLCK) and os.fstat(fd).st_nlink > 0  # else somebody frees it
+    return _lock(fd, fcntl.F_RDLCK) and os.fstat(fd).st_nlink > 0  # else it is being freed
 
 
 def _lock(fd: int, kind: int) -> bool:

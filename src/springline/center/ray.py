@@ -1,6 +1,6 @@
 """A center on a Ray cluster: head and shards are named, detached actors that Ray restarts.
 
-They outlive the processes that made them, and retire by themselves, saved, when nobody has been a
+They outlive the processes that made them, and retire by themselves, saved, when there has been no
 member for a while. Ray's own retries are off: a call is retried by its caller, and a shard
 recognises a retry (`remote/shard.py`).
 """
@@ -43,7 +43,7 @@ __all__ = ["NAMESPACE", "RayCenter", "connect"]
 LINGER = 600.0  # seconds without a member after which a center saves itself and retires
 _PROCESS = 150e6  # bytes of memory that an actor's process takes, beside what it holds
 _SHARD = 256e6  # bytes of the center that a shard holds at most, by default
-_CALLS = 1000  # that a head bears at once, beside two of each worker: to wait, and to be heard
+_CALLS = 1000  # that a head takes at once, beside two of each worker: a wait and a heartbeat
 _ENDING = 30.0  # seconds that a head may take to be gone
 _RETIRING = 300.0  # seconds that saving all shards may take
 
@@ -53,7 +53,7 @@ class RayCenter(RemoteCenter):
 
     Attributes:
         name: the center's.
-        token: the secret that was made with it, without which nobody joins or opens it.
+        token: the secret that was made with it, which everyone who joins or opens it must give.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class RayCenter(RemoteCenter):
         if storage and storage != description["storage"]:
             raise CenterError(
                 f"The center {name!r} keeps its checkpoints {_where(description['storage'])}; this "
-                f"worker was given {_where(storage)}. Somebody else made it: end that run, "
+                f"worker was given {_where(storage)}. Another run made it: end that run, "
                 "or give all its workers the same storage."
             )
         held = Plan.from_json(description["plan"])
@@ -154,9 +154,9 @@ class RayCenter(RemoteCenter):
         except TokenError:
             raise
         except (CenterError, ValueError) as error:  # it may end this very moment
-            raise _nobody(name) from error
+            raise _no_center(name) from error
         if look is None:
-            raise _nobody(name)
+            raise _no_center(name)
         return cls(name, look.description, [head, *handles], token)
 
     def retire(self) -> None:
@@ -180,7 +180,7 @@ def retire(name: str, token: str) -> None:
     try:
         call = Call(head_peer(name, find(head_name(name)), token), "retire", check=check)
     except ValueError as error:
-        raise _nobody(name) from error
+        raise _no_center(name) from error
     with contextlib.suppress(EndedError):  # the head has ended before it could answer
         failed = call.result()
         if failed:
@@ -192,7 +192,7 @@ def retire(name: str, token: str) -> None:
             )
 
 
-def _nobody(name: str) -> CenterError:
+def _no_center(name: str) -> CenterError:
     return CenterError(f"There is no center {name!r} on the cluster.")
 
 

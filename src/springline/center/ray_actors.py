@@ -89,7 +89,7 @@ class RayHead(Head):
         self._name = name
         self._linger = linger
         self._making = asyncio.Lock()
-        self._wanted = time.monotonic()  # when somebody last wanted the center to stay
+        self._wanted = time.monotonic()  # when the center was last asked to stay
         self._watch = asyncio.ensure_future(self._retire_when_idle())
 
     async def look(self) -> Look | None:
@@ -202,7 +202,7 @@ class RayHead(Head):
             await asyncio.sleep(PAUSE)
 
     async def abandon(self) -> None:
-        """Make room for a head with another storage, unless somebody is at it or there are shards.
+        """Make room for a head with another storage, unless it is in use or there are shards.
 
         Ray would start this one again with what it was given at first.
         """
@@ -235,7 +235,7 @@ class RayHead(Head):
             await asyncio.sleep(min(1.0, self._linger / 4))
             if self._membership.alive():
                 await self.stay()
-            if any(row.incarnation for row in self._rows.values()):  # somebody has come
+            if any(row.incarnation for row in self._rows.values()):  # a worker has come
                 linger = self._linger
         await self.retire()
 
@@ -252,7 +252,7 @@ class RayHead(Head):
             try:
                 await asyncio.wait_for(peer.answer("save"), _SAVING)
             except (EndedError, TokenError):
-                continue  # it is gone: somebody else ends the center, too; or it is another's
+                continue  # it is gone: another process ends the center, too; or it is another's
             except (CenterError, RayError, asyncio.TimeoutError) as error:
                 why = str(error) or f"not written within {_SAVING:.0f} s"
                 failed.append(f"{actor}: {why}")

@@ -42,7 +42,7 @@ OPTIONS: Mapping[str, Any] = {  # of `ray.init`
 PAUSE = 0.2  # seconds before an actor that is away is asked again
 _PATIENCE = 10.0  # seconds for a connection
 _log = logging.getLogger("springline")
-_LEAVING = 10.0  # seconds; who waits for an answer is out again within two
+_LEAVING = 10.0  # seconds; a thread that waits for an answer is out within two
 
 
 class Door:
@@ -74,7 +74,7 @@ class Door:
         """
         me = object()
         try:
-            self._inside.add(me)  # first: who closes either sees us, or is seen
+            self._inside.add(me)  # first: `close` either sees us, or is seen
             if self._closed or not self._connected():
                 raise EndedError("This process has left the Ray cluster. Start it again.")
             yield
@@ -82,7 +82,7 @@ class Door:
             self._inside.discard(me)
 
     def close(self, patience: float = _LEAVING) -> bool:
-        """Let nobody in any more, and wait until all are out; whether they are."""
+        """Let no thread in any more, and wait until all are out; whether they are."""
         self._closed = True
         deadline = time.monotonic() + patience
         while self._inside and time.monotonic() < deadline:
@@ -123,7 +123,7 @@ class RayPeer:
             await asyncio.sleep(PAUSE)
 
     def tell(self, method: str, *arguments: Any) -> None:
-        """Make a call whose answer nobody waits for."""
+        """Make a call without waiting for the answer."""
         with door.inside():
             call = self._handle.call.options(num_returns=0)
             call.remote(self._token, method, *arguments)
@@ -189,18 +189,18 @@ def connect(address: str | None = None) -> None:
     there = _recorded() if address == "auto" else address
     where = f"at {there}" if there else "on this machine"
     if there != address and there:
-        where += ", which Ray takes for the last one of this machine (`ray stop` forgets it)"
-    nobody = CenterError(
+        where += ", the last one that Ray knows on this machine (`ray stop` forgets it)"
+    no_cluster = CenterError(
         f"There is no Ray cluster {where}. Start one with `ray start --head` on one machine and "
         "`ray start --address HOST:6379` on the others, or give the address of one that runs (not "
         "that of its dashboard, port 8265)."
     )
-    if there:  # where nobody listens Ray itself would try for 14 minutes
+    if there:  # without a listener Ray itself would try for 14 minutes
         host, _, port = there.removeprefix("ray://").rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE).close()
         except (OSError, OverflowError, ValueError) as error:
-            raise nobody from error
+            raise no_cluster from error
     words = f"Waiting for the Ray cluster {where}, for a minute or two at most."
     waiting = threading.Timer(_PATIENCE, _log.warning, [words])
     waiting.daemon = True
@@ -220,7 +220,7 @@ def connect(address: str | None = None) -> None:
                 "machine, and copy ~/.ray/auth_token from one that has it."
             ) from error
         if address == "auto":
-            raise nobody from error
+            raise no_cluster from error
         reason = str(error).strip().rstrip(".") or "it is of another kind, or of another version"
         raise CenterError(
             f"Cannot join the Ray cluster at {address}: {reason}. Every machine needs the same "

@@ -1,4 +1,4 @@
-"""The directories of ours in the tmpfs: whose memory they hold, and which nobody needs any more."""
+"""The directories of ours in the tmpfs: whose memory they hold, and which can be freed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from springline.center import memory_file
 from springline.center.directory import memory_of
 from springline.errors import CenterError
 
-# "center": its directory names it. "lost": nothing does; its maker was killed, or who freed it.
+# "center": its directory names it. "lost": nothing does; its maker, or what freed it, was killed.
 # "missing": its directory is not where it was; the next to open it elsewhere finds it there.
 Fate = Literal["center", "lost", "missing"]
 _GRACE = 24 * 3600.0  # seconds that memory outlives a directory which was moved, or removed
@@ -37,7 +37,7 @@ class Segment:
 
     @property
     def fate(self) -> Fate:
-        """Who needs it, now.
+        """Whether it is still needed.
 
         Raises:
             CenterError: its directory is damaged.
@@ -85,7 +85,7 @@ def in_use(directory: Path) -> bool:
 
 
 def sweep() -> None:
-    """Free the memory that nobody maps and no center needs.
+    """Free the memory that no process maps and no center needs.
 
     That of a directory which is not where it was stays for a day.
     """

@@ -7,8 +7,8 @@
 
 The mapped file outlives every process. Should it be lost all the same (the machine restarted), or
 be that of another directory (this one is a copy), the next worker to join goes on from the last
-checkpoint. A launcher keeps its run's center: nobody else makes other memory for it meanwhile, and
-what is removed of it can be put back.
+checkpoint. A launcher keeps its run's center: no other process makes new memory for it
+meanwhile, and what is removed of it can be put back.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class SharedCenter(MemoryCenter):
                         center = cls._recover(directory, existing, path, locks)
                     center.check_layout(layout)
                     check_settings(center.settings, plan.settings)
-                    center._say_whose_values(values)
+                    center._report_whose_values(values)
         except BaseException:
             locks.close()
             raise
@@ -168,7 +168,7 @@ class SharedCenter(MemoryCenter):
             raise CenterError(f"The center in {self.directory} was retired; open it again.")
 
     def keep(self) -> None:
-        """Keep the center until it is closed: nobody makes other memory for it, or frees it."""
+        """Keep the center until it is closed: no process makes new memory for it, or frees it."""
         with self.locks.acquire(CREATE, self.timeout):
             self.check_current()
             self._kept = self.locks.try_acquire(KEEPER)
@@ -279,7 +279,7 @@ class SharedCenter(MemoryCenter):
         _log.warning("%s; going on from %s, version %d.", why, saved, center.version)
         return center
 
-    def _say_whose_values(self, values: Mapping[str, Any]) -> None:
+    def _report_whose_values(self, values: Mapping[str, Any]) -> None:
         ours = self.layout.views(self.memory.center)
         if any(not np.array_equal(ours[n], v) for n, v in values.items() if n in ours):
             _log.log(
@@ -292,7 +292,7 @@ class SharedCenter(MemoryCenter):
 
 
 def _check_unused(directory: Path, plan: Plan, locks: RecordLocks) -> None:
-    """Refuse to make other memory for a center while somebody uses what it had."""
+    """Refuse to make new memory for a center while its old memory is in use."""
     ranks = [rank for rank in range(plan.workers) if locks.held(RANK + rank)]
     if ranks or locks.held(KEEPER) or in_use(directory):
         raise CenterError(

@@ -28,12 +28,12 @@ def wait_until(
 
     Args:
         done: whether the wait is over.
-        missing: who is waited for, ranks or names, for the messages.
+        missing: ranks or names that are waited for, for the messages.
         timeout: seconds after which the wait fails; None for ever.
         what: what is waited for, for the messages.
 
     Raises:
-        RoundTimeoutError: naming who is missing.
+        RoundTimeoutError: naming the missing.
     """
     start = time.monotonic()
     pause = _FIRST_PAUSE
@@ -53,7 +53,7 @@ def wait_until(
 
 
 def is_stopped(process: int | None) -> bool:
-    """Whether a process does not run until somebody lets it: after SIGSTOP, or in a debugger."""
+    """Whether a process is suspended: after SIGSTOP, or in a debugger."""
     return process is not None and "stopped" in _state(process)
 
 
@@ -81,4 +81,4 @@ def _state(process: int) -> str:
 
 def _names(missing: Collection[int | str]) -> str:
     names = (f"rank {who}" if isinstance(who, int) else who for who in sorted(missing, key=str))
-    return ", ".join(names) or "nobody (all have come, and it is not finished yet)"
+    return ", ".join(names) or "no rank (all have come, and it is not finished yet)"

@@ -176,7 +176,7 @@ class DiLoCo(CenterCallback):
 
 
 class AsyncDiLoCo(CenterCallback):
-    """Asynchronous DiLoCo: every worker's message is a step of its own, and nobody waits.
+    """Asynchronous DiLoCo: every worker's message is a step of its own, without waiting.
 
     Args:
         period: τ, local steps between two exchanges of the whole model: a number, one of

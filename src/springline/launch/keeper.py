@@ -113,7 +113,7 @@ class Keeper:
             self.saved = time.time()
             if self._bare:
                 raise LostError(
-                    f"The center, version {center.version}, is in {final}. Not in it is what the "
+                    f"The center, version {center.version}, is in {final}. It lacks what the "
                     f"model has beside the center (tied names, frozen and integer tensors), if "
                     f"anything: that was in {self._directory / self.name}."
                 )
@@ -161,7 +161,7 @@ class Keeper:
                 f"{error} The run's own, version {center.version}, is in {final}."
             ) from error
         if lost and not self._damage:
-            self._say(f"{lost} during the run. The launcher has the center still, and saves it.")
+            self._say(f"{lost} during the run. The launcher still has the center, and saves it.")
         self._damage, self._bare = self._damage or lost or "", self._bare or bare
 
     def _write(self, tensors: Mapping[str, NDArray[Any]]) -> Path:

@@ -237,7 +237,7 @@ class Launcher:
         elif entry.exit_code == 0:
             entry.state = "finished"
         elif entry.exit_code == MISTAKE:
-            self._fail(process, f"{how}, after an error that no restart mends: the run ends.")
+            self._fail(process, f"{how}, after an error that no restart fixes: the run ends.")
         elif which := self._restarts.next(process.name):
             entry.state = "restarting"
             process.restart_at = time.monotonic() + _PAUSE

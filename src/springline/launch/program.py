@@ -35,7 +35,7 @@ class Program:
 
     @property
     def identity(self) -> str:
-        """What tells it from others, wherever one is."""
+        """What distinguishes it from others, from any directory."""
         return f"-m {self.name}" if self.is_module else str(Path(self.name).absolute())
 
     def is_another(self, identity: str) -> bool:

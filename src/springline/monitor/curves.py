@@ -25,7 +25,7 @@ class Timeline:
 
     metrics: dict[int, Series]
     plan: Plan | None
-    launches: Sequence[float] = ()  # when each began, if anybody knows
+    launches: Sequence[float] = ()  # when each began, if known
 
     def seconds(self, time: Floats) -> Floats:
         """Return seconds since the first line, without the breaks between two launches of a run."""
@@ -104,7 +104,7 @@ def quantities(metrics: dict[int, Series]) -> dict[str, list[str]]:
 
     What springline adds comes last, the outer learning rate only if it changes.
 
-    A prefix says whose it is: `center_loss`, `val_loss` and `loss` are one quantity.
+    A prefix names whose it is: `center_loss`, `val_loss` and `loss` are one quantity.
     """
     found: dict[str, list[str]] = {}
     for series in metrics.values():
@@ -121,7 +121,7 @@ def quantities(metrics: dict[int, Series]) -> dict[str, list[str]]:
 
 
 def is_strong(name: str, metrics: dict[int, Series]) -> bool:
-    """Whether it is the center's, or one worker speaks for all."""
+    """Whether it is the center's, or only one worker logs it."""
     speakers = [s for s in metrics.values() if np.isfinite(s.values.get(name, np.empty(0))).any()]
     if len(speakers) == 1 and len(metrics) > 1:
         return True

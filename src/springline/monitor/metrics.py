@@ -147,7 +147,7 @@ class Series:
         return cls(rank, np.maximum.accumulate(time), step, values, births)
 
     def with_starts(self, starts: Iterable[float]) -> Series:
-        """Add the restarts that somebody else saw: not every script counts with `steps`."""
+        """Add the restarts that the launcher saw: not every script counts with `steps`."""
         at = np.searchsorted(self.time, np.array([*starts], float))
         births = self.births.copy()
         births[at[(at > 0) & (at < len(births))]] = True

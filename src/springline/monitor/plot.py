@@ -36,7 +36,7 @@ _FEW = 40  # lines up to which the center's have a mark each
 _POINTS = 2000  # of a line, at most twice as many
 _NOISY = 60  # lines from which on a series is smoothed
 _WIDTH, _ROW, _DPI = 4.4, 3.1, 120  # inches, of each column and row
-# Okabe and Ito: told apart by all eyes. Black is the center's.
+# Okabe and Ito: safe for the color-blind. Black is the center's.
 _COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00"]
 _DARK = ["black", "#555555", "#8C6D31"]
 _LEGEND = 12  # workers that it names at most
@@ -83,12 +83,12 @@ def draw(directory: str | Path, path: Path | None = None) -> Path | None:
     try:
         import matplotlib.figure  # noqa: F401 - asks whether the extra is there
     except ImportError:
-        _log.warning("No plot: matplotlib is missing. `pip install springline[plots]` brings it.")
+        _log.warning("No plot: matplotlib is missing. Install it: `pip install springline[plots]`.")
         return None
     picture = figure(directory)
     if picture is None:
         _log.warning(
-            "No plot: nothing was logged in %s. `springline.log(loss=...)` does.", directory
+            "No plot: nothing was logged in %s. Call `springline.log(loss=...)`.", directory
         )
         return None
     kind = path.suffix.removeprefix(".") or "png"
@@ -138,7 +138,7 @@ def figure(directory: Path) -> Figure | None:
 
 
 def _columns(timeline: Timeline) -> list[_Column]:
-    """Return what the quantities are drawn against; steps and bytes if somebody counted them."""
+    """Return what the quantities are drawn against; steps and bytes if they were counted."""
     ends = np.array([series.time[-1] for series in timeline.metrics.values()])
     scale, unit = _time_unit(timeline.seconds(ends).max())
     breaks = timeline.resumptions()
@@ -226,7 +226,7 @@ def _draw_series(
     if len(y) > 2 * _POINTS:  # more than there are pixels
         some = np.linspace(0, len(y) - 1, _POINTS).astype(int)
         x, y, mean, deaths = x[some], y[some], mean[some], np.searchsorted(some, deaths)
-    if line["zorder"] == _FRONT and len(deaths):  # the center lived on, but nobody looked
+    if line["zorder"] == _FRONT and len(deaths):  # the center lived on, unmeasured
         ends = np.stack([deaths - 1, deaths])
         ax.plot(x[ends], (mean if noisy else y)[ends], color=line["color"], lw=1.0, ls=":")
     x, y, mean = (np.insert(values, deaths, np.nan) for values in (x, y, mean))

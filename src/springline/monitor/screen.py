@@ -209,7 +209,7 @@ def _end_of(path: str, room: int) -> str:
 
 
 def seconds_left(status: Status, total: int) -> float | None:
-    """Estimate when the slowest worker has made its steps; None if nobody knows.
+    """Estimate when the slowest worker has made its steps; None if that is not known.
 
     A worker that is starting is taken to be as fast as the others.
     """
@@ -222,7 +222,7 @@ def seconds_left(status: Status, total: int) -> float | None:
 
 
 def _fitting(rows: list[list[Text]], width: int, empty: set[str]) -> list[bool]:
-    """Tell which columns to show: what is empty or does not fit is left out, not cut."""
+    """Return which columns to show: what is empty or does not fit is left out, not cut."""
     wide = {
         name: max(least, *(row[k].cell_len for row in rows), 0)
         for k, (name, least) in enumerate(_COLUMNS.items())

@@ -46,7 +46,7 @@ class CenterState:
     version: int | None = None
     progress: tuple[Progress, ...] = ()
     members: tuple[int, ...] = ()
-    left_out: int = 0  # parts that exchanges were made without, since somebody kept them locked
+    left_out: int = 0  # parts that exchanges were made without, since they stayed locked
 
     @property
     def bytes_exchanged(self) -> int:
@@ -63,7 +63,7 @@ class CenterReader:
     """Reads a center's counters, from its memory or, when that is gone, its checkpoint.
 
     The center stays open between two reads, until its memory is another one. Of a center on a
-    cluster the launcher writes down what it says.
+    cluster it reads the status that the launcher writes.
     """
 
     def __init__(self, directory: Path) -> None:

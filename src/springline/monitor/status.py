@@ -41,7 +41,7 @@ class WorkerStatus:
     step: int = 0
     rate: float | None = None  # steps per second over the last few seconds, while it runs
     loss: float | None = None  # the last one; NaN if it was not finite
-    exchanges: int | None = 0  # None if nobody counts them
+    exchanges: int | None = 0  # None if they are not counted
     milliseconds: float | None = None  # per exchange, over the last few seconds
     restarts: int = 0
     distance: float | None = None  # from the center at its last exchange, ‖x − c‖/‖c‖
@@ -62,7 +62,7 @@ class Status:
     over: bool
     ps: int = 0  # parameter servers, which hold the center of a TensorFlow run
     evaluations: dict[str, Evaluation] = field(default_factory=dict)  # the last, by name
-    left_out: int = 0  # parts that exchanges were made without, since somebody kept them locked
+    left_out: int = 0  # parts that exchanges were made without, since they stayed locked
     on_cluster: bool = False  # its center, whose shards keep checkpoints of their own
     bad_lines: int = 0  # of the metrics, which were skipped
     outer_rate: float | None = None  # the outer learning rate of the last exchange
@@ -138,11 +138,11 @@ class StatusReader:
         rank.read(done, now, launch.started if launch else 0.0)
         entry = next((e for e in launch.workers if e.rank == k), None) if launch else None
         state = _state(entry, launched, k in center.members, rank.step)
-        nobody_tells = launch is None and center.plan is None
-        counted = None if nobody_tells else 0
+        unreported = launch is None and center.plan is None
+        counted = None if unreported else 0
         return WorkerStatus(
             rank=k,
-            state="unknown" if nobody_tells else state,
+            state="unknown" if unreported else state,
             step=rank.step,
             rate=rank.steps.rate(now) if state == "running" else None,
             loss=rank.loss,

@@ -24,7 +24,7 @@ RULES = {
 
 
 def rule_in_words(settings: Mapping[str, Any]) -> str:
-    """Say what a center's workers agree on.
+    """Describe what a center's workers agree on.
 
     >>> rule_in_words({"rule": "elastic", "period": 10, "moving_rate": 0.225, "workers": 4})
     'elastic averaging, τ = 10, α = 0.225'

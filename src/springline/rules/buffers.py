@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
 from springline.rules.average import ModelAverage
 from springline.rules.outer import Outer, Replace, Toward
-from springline.rules.rule import Array, Rule
+from springline.rules.rule import Rule
 
 
 def buffer_rule(rule: Rule, rounds: bool) -> Rule:
@@ -19,7 +17,7 @@ def buffer_rule(rule: Rule, rounds: bool) -> Rule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BufferAverage(Rule):
+class BufferAverage(ModelAverage):
     """The center follows the workers' buffers `b` and every worker takes it over.
 
     ```
@@ -29,21 +27,9 @@ class BufferAverage(Rule):
     """
 
     name: ClassVar[str] = "buffers"
+    rounds: ClassVar[bool] = False
 
     @property
     def outer(self) -> Outer:
         """`c ← c + (b − c)/p`."""
         return Replace() if self.follows else Toward(1 / self.workers)
-
-    @property
-    def follows(self) -> bool:
-        """The buffers of one worker are its own."""
-        return self.workers == 1
-
-    def contribute(self, x: Array, a: Array, base: Array, n: int, out: Array) -> Array:
-        """Return `b` itself."""
-        return x
-
-    def adopt(self, x: Array, base: Array, c: Array, work: Array) -> None:
-        """`b ← c`."""
-        np.copyto(x, c)

@@ -118,7 +118,7 @@ class SlowMo(DiLoCo):
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncDiLoCo(PseudoGradient):
-    """Every worker's Δ is a step of its own, and nobody waits: Liu et al. 2024, arXiv 2401.09135.
+    """Every worker's Δ is a step of its own, without waiting: Liu et al. 2024, arXiv 2401.09135.
 
     Args:
         period: τ, local steps between two exchanges.

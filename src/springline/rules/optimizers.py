@@ -10,6 +10,8 @@ import numpy as np
 from springline.checks import at_least_one, is_number, true_or_false
 from springline.rules.outer import Array, Exchange, Outer, Point, Rate, Shape
 
+_MOST_IN_PLACE = 1e6  # a rate with which a message that can be squared cannot overflow
+
 
 @dataclass(frozen=True)
 class _Optimizer(Outer):
@@ -48,6 +50,13 @@ class SGD(_Optimizer):
         """Take one step."""
         np.multiply(g, exchange.rate, out=then.c)
         np.subtract(now.c, then.c, out=then.c)
+
+    def step_in_place(self, c: Array, g: Array, exchange: Exchange, work: Array) -> bool:
+        """Take one step, without a copy."""
+        if exchange.rate > _MOST_IN_PLACE:
+            return False
+        np.subtract(c, np.multiply(g, exchange.rate, out=work), out=c)
+        return True
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,14 @@ class Outer(ABC):
     def step(self, now: Point, g: Array, exchange: Exchange, then: Point) -> None:
         """Write all of `then`: the point after `now` and the message `g`."""
 
+    def step_in_place(self, c: Array, g: Array, exchange: Exchange, work: Array) -> bool:
+        """Take a step on `c` itself, which `g` is too small to overflow.
+
+        For steps without state, any part of which may stand alone if the process is killed. The
+        result must be that of `step`, to the bit; `work` may be `g`. False if nothing was done.
+        """
+        return False
+
     def publish(self, point: Point, out: Array) -> Array:
         """Return what workers are given for `c`: `c` itself, or `out`, once it is written.
 

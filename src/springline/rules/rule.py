@@ -165,7 +165,7 @@ class Rule(ABC):
         return False
 
     def penalize(self, g: Array, x: Array, base: Array, work: Array) -> None:
-        """Add to the gradient `g` what the rule adds to the loss; nothing unless a rule says so."""
+        """Add to the gradient `g` what the rule adds to the loss; by default nothing."""
 
 
 def reduce(messages: Sequence[Array], weights: Sequence[float], out: Array, work: Array) -> Array:

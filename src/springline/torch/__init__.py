@@ -16,6 +16,7 @@ from springline.torch.optimizers import (
     ElasticAverageOptimizer,
     ModelAverageOptimizer,
 )
+from springline.torch.options import Options
 from springline.torch.sampler import ResumableSampler
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "DiLoCoOptimizer",
     "ElasticAverageOptimizer",
     "ModelAverageOptimizer",
+    "Options",
     "ResumableSampler",
     "SlowMoOptimizer",
     "wrap",

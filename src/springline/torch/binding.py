@@ -141,5 +141,5 @@ def _can_be_view(p: Tensor, view: Tensor) -> bool:
         p.device.type == "cpu"
         and p.dtype == view.dtype
         and p.is_contiguous()
-        and p.untyped_storage().nbytes() == p.nbytes  # else it is part of somebody's memory
+        and p.untyped_storage().nbytes() == p.nbytes  # else it is part of other memory
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,9 +15,12 @@ from springline.rules.period import Period
 from springline.rules.rule import Rule
 from springline.torch.naming import Named
 from springline.torch.optimizer import CenterOptimizer
+from springline.torch.options import Options
 from springline.torch.outer import MakeOptimizer, outer_of
-from springline.torch.resolve import AnyCenter
 from springline.torch.several import Inner, State
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class _PseudoGradientOptimizer(CenterOptimizer):
@@ -59,15 +62,7 @@ class DiLoCoOptimizer(_PseudoGradientOptimizer):
         delay: steps from making a message to adopting the center; they are made while the exchange
             is under way, and are lost but for what `mixing` keeps.
         mixing: the share of a worker's own way, in [0, 1), that it keeps when it adopts the center.
-        overlap: exchange in the background, and keep the steps that are made meanwhile.
-        use_locking: whether a shard is reduced under its lock; False only without outer state.
-        center: a center, the directory of a shared one, or a `torch.distributed` process group. By
-            default that of the run the script was started in, else one of this worker's own.
-        name: tells this optimizer's center in a run from those of others in the same script; by
-            default the order in which they are made does.
-        timeout: seconds after which waiting for other workers fails, naming them.
-        keep_own_weights: whether a worker that has loaded weights after this was made goes on with
-            those, where the center has others by then; by default it takes the center's.
+        **options: those of all optimizers; see `Options`.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> opt = DiLoCoOptimizer(torch.optim.AdamW(model.parameters()), model=model, period=100)
@@ -85,12 +80,7 @@ class DiLoCoOptimizer(_PseudoGradientOptimizer):
         fragments: Fragments = 1,
         delay: int = 0,
         mixing: float = 0.0,
-        overlap: bool = False,
-        use_locking: bool = True,
-        center: AnyCenter = None,
-        name: str | None = None,
-        timeout: float | None = None,
-        keep_own_weights: bool = False,
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(
             optimizer,
@@ -98,18 +88,13 @@ class DiLoCoOptimizer(_PseudoGradientOptimizer):
             outer,
             {"period": period, "fragments": fragments, "delay": delay, "mixing": mixing},
             model=model,
-            center=center,
-            name=name,
-            use_locking=use_locking,
             synchronous=True,
-            overlap=overlap,
-            timeout=timeout,
-            keep_own_weights=keep_own_weights,
+            **options,
         )
 
 
 class AsyncDiLoCoOptimizer(_PseudoGradientOptimizer):
-    """Asynchronous DiLoCo: every worker's Δ is a step of its own, and nobody waits.
+    """Asynchronous DiLoCo: every worker's Δ is a step of its own, without waiting.
 
     Args:
         optimizer: any torch optimizer, made with the model's parameters; or a list of them.
@@ -129,17 +114,8 @@ class AsyncDiLoCoOptimizer(_PseudoGradientOptimizer):
         delay: steps from making a message to adopting the center; they are made while the exchange
             is under way, and are lost but for what `mixing` keeps.
         mixing: the share of a worker's own way, in [0, 1), that it keeps when it adopts the center.
-        overlap: exchange in the background, and keep the steps that are made meanwhile.
-        use_locking: whether an exchange is atomic, per part of the center; False only with `SGD` as
-            the outer optimizer, since all others have state.
         synchronous: whether all workers wait for each other before the first step.
-        center: a center, or the directory of a shared one. By default that of the run the script
-            was started in, else one of this worker's own.
-        name: tells this optimizer's center in a run from those of others in the same script; by
-            default the order in which they are made does.
-        timeout: seconds after which waiting for other workers fails, naming them.
-        keep_own_weights: whether a worker that has loaded weights after this was made goes on with
-            those, where the center has others by then; by default it takes the center's.
+        **options: those of all optimizers; see `Options`.
     """
 
     def __init__(
@@ -154,13 +130,8 @@ class AsyncDiLoCoOptimizer(_PseudoGradientOptimizer):
         fragments: Fragments = 1,
         delay: int = 0,
         mixing: float = 0.0,
-        overlap: bool = False,
-        use_locking: bool = True,
         synchronous: bool = False,
-        center: AnyCenter = None,
-        name: str | None = None,
-        timeout: float | None = None,
-        keep_own_weights: bool = False,
+        **options: Unpack[Options],
     ) -> None:
         settings: dict[str, Any] = {"period": period, "fragments": fragments, "delay": delay}
         settings |= {"mixing": mixing, "staleness": staleness, "dynamic_steps": dynamic_steps}
@@ -170,13 +141,8 @@ class AsyncDiLoCoOptimizer(_PseudoGradientOptimizer):
             outer,
             settings,
             model=model,
-            center=center,
-            name=name,
-            use_locking=use_locking,
             synchronous=synchronous,
-            overlap=overlap,
-            timeout=timeout,
-            keep_own_weights=keep_own_weights,
+            **options,
         )
 
 
@@ -197,15 +163,7 @@ class SlowMoOptimizer(_PseudoGradientOptimizer):
         slow_rate: α.
         slow_momentum: β in [0, 1).
         fragments: into how many parts the model is cut; see `DiLoCoOptimizer`.
-        overlap: meet in the background, and keep the steps that are made meanwhile.
-        use_locking: must be True: slow momentum is state of the center.
-        center: a center, the directory of a shared one, or a `torch.distributed` process group. By
-            default that of the run the script was started in, else one of this worker's own.
-        name: tells this optimizer's center in a run from those of others in the same script; by
-            default the order in which they are made does.
-        timeout: seconds after which waiting for other workers fails, naming them.
-        keep_own_weights: whether a worker that has loaded weights after this was made goes on with
-            those, where the center has others by then; by default it takes the center's.
+        **options: those of all optimizers; see `Options`.
     """
 
     def __init__(
@@ -217,12 +175,7 @@ class SlowMoOptimizer(_PseudoGradientOptimizer):
         slow_rate: float = 1.0,
         slow_momentum: float = 0.5,
         fragments: Fragments = 1,
-        overlap: bool = False,
-        use_locking: bool = True,
-        center: AnyCenter = None,
-        name: str | None = None,
-        timeout: float | None = None,
-        keep_own_weights: bool = False,
+        **options: Unpack[Options],
     ) -> None:
         for key, value, top in (
             ("slow_rate", slow_rate, math.inf),
@@ -242,13 +195,8 @@ class SlowMoOptimizer(_PseudoGradientOptimizer):
             SlowMomentum(slow_rate, slow_momentum),
             {"period": period, "fragments": fragments},
             model=model,
-            center=center,
-            name=name,
-            use_locking=use_locking,
             synchronous=True,
-            overlap=overlap,
-            timeout=timeout,
-            keep_own_weights=keep_own_weights,
+            **options,
         )
 
     def _observe(self) -> None:

@@ -210,7 +210,7 @@ class CenterOptimizer(CenterReader):
         """Finish, wait for all other workers, and return whether this one is to report.
 
         Args:
-            timeout: seconds after which waiting fails, naming who is missing.
+            timeout: seconds after which waiting fails, naming the missing.
 
         Returns:
             True on one rank, the lowest that has finished: the one that evaluates, with

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,9 +13,12 @@ from springline.rules.period import Period
 from springline.rules.rule import Rule
 from springline.torch.naming import Named
 from springline.torch.optimizer import CenterOptimizer
+from springline.torch.options import Options
 from springline.torch.outer import MakeOptimizer, TorchOuter, outer_of
-from springline.torch.resolve import AnyCenter
 from springline.torch.several import Inner, State, parts
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class ElasticAverageOptimizer(CenterOptimizer):
@@ -34,16 +37,8 @@ class ElasticAverageOptimizer(CenterOptimizer):
             gets `ρ(x − c̃)`, and a sparse gradient gets all rows. 0 costs nothing.
         fragments: into how many parts the model is cut, or lists of their parameters' names (or the
             beginnings of names); one is exchanged every period/fragments steps.
-        use_locking: whether an exchange is atomic, per part of the center.
         synchronous: whether all workers wait for each other before the first step.
-        overlap: exchange in the background; the training loop waits for nobody.
-        center: a center, the directory of a shared one, or a `torch.distributed` process group. By
-            default that of the run the script was started in, else one of this worker's own.
-        name: tells this optimizer's center in a run from those of others in the same script; by
-            default the order in which they are made does.
-        timeout: seconds after which waiting for other workers fails, naming them.
-        keep_own_weights: whether a worker that has loaded weights after this was made goes on with
-            those, where the center has others by then; by default it takes the center's.
+        **options: those of all optimizers; see `Options`.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> opt = ElasticAverageOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
@@ -60,13 +55,8 @@ class ElasticAverageOptimizer(CenterOptimizer):
         moving_rate: float | None = None,
         rho: float = 0.0,
         fragments: Fragments = 1,
-        use_locking: bool = True,
         synchronous: bool = False,
-        overlap: bool = False,
-        center: AnyCenter = None,
-        name: str | None = None,
-        timeout: float | None = None,
-        keep_own_weights: bool = False,
+        **options: Unpack[Options],
     ) -> None:
         def rule(workers: int, _: list[Named]) -> Rule:
             return ElasticAverage(
@@ -81,13 +71,8 @@ class ElasticAverageOptimizer(CenterOptimizer):
             optimizer,
             rule,
             model=model,
-            center=center,
-            name=name,
-            use_locking=use_locking,
             synchronous=synchronous,
-            overlap=overlap,
-            timeout=timeout,
-            keep_own_weights=keep_own_weights,
+            **options,
         )
         self._rho = rho
 
@@ -137,15 +122,7 @@ class ModelAverageOptimizer(CenterOptimizer):
             `springline.schedule`, or a function of the step.
         fragments: into how many parts the model is cut, or lists of their parameters' names (or the
             beginnings of names); one is exchanged every period/fragments steps.
-        use_locking: whether a shard is reduced under its lock.
-        overlap: meet in the background, until the next round is due.
-        center: a center, the directory of a shared one, or a `torch.distributed` process group. By
-            default that of the run the script was started in, else one of this worker's own.
-        name: tells this optimizer's center in a run from those of others in the same script; by
-            default the order in which they are made does.
-        timeout: seconds after which waiting for other workers fails, naming them.
-        keep_own_weights: whether a worker that has loaded weights after this was made goes on with
-            those, where the center has others by then; by default it takes the center's.
+        **options: those of all optimizers; see `Options`.
     """
 
     def __init__(
@@ -155,24 +132,14 @@ class ModelAverageOptimizer(CenterOptimizer):
         model: torch.nn.Module | None = None,
         period: Period = 10,
         fragments: Fragments = 1,
-        use_locking: bool = True,
-        overlap: bool = False,
-        center: AnyCenter = None,
-        name: str | None = None,
-        timeout: float | None = None,
-        keep_own_weights: bool = False,
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(
             optimizer,
             lambda workers, _: ModelAverage(period=period, workers=workers, fragments=fragments),
             model=model,
-            center=center,
-            name=name,
-            use_locking=use_locking,
             synchronous=True,
-            overlap=overlap,
-            timeout=timeout,
-            keep_own_weights=keep_own_weights,
+            **options,
         )
 
 
@@ -192,17 +159,8 @@ class AGNOptimizer(CenterOptimizer):
             function that makes a torch optimizer of a list of parameters.
         fragments: into how many parts the model is cut, or lists of their parameters' names (or the
             beginnings of names); one is exchanged every period/fragments steps.
-        use_locking: whether an exchange is atomic, per part of the center; False only with SGD
-            without momentum as the outer optimizer, since all others have state.
         synchronous: whether all workers wait for each other before the first step.
-        overlap: exchange in the background; the training loop waits for nobody.
-        center: a center, or the directory of a shared one. By default that of the run the script
-            was started in, else one of this worker's own.
-        name: tells this optimizer's center in a run from those of others in the same script; by
-            default the order in which they are made does.
-        timeout: seconds after which waiting for other workers fails, naming them.
-        keep_own_weights: whether a worker that has loaded weights after this was made goes on with
-            those, where the center has others by then; by default it takes the center's.
+        **options: those of all optimizers; see `Options`.
     """
 
     def __init__(
@@ -213,13 +171,8 @@ class AGNOptimizer(CenterOptimizer):
         period: Period = 10,
         outer: Outer | MakeOptimizer | None = None,
         fragments: Fragments = 1,
-        use_locking: bool = True,
         synchronous: bool = False,
-        overlap: bool = False,
-        center: AnyCenter = None,
-        name: str | None = None,
-        timeout: float | None = None,
-        keep_own_weights: bool = False,
+        **options: Unpack[Options],
     ) -> None:
         self._fixed_rate = outer is not None
 
@@ -242,13 +195,8 @@ class AGNOptimizer(CenterOptimizer):
             optimizer,
             rule,
             model=model,
-            center=center,
-            name=name,
-            use_locking=use_locking,
             synchronous=synchronous,
-            overlap=overlap,
-            timeout=timeout,
-            keep_own_weights=keep_own_weights,
+            **options,
         )
 
     def _twin(self, named: list[Named]) -> Outer:

@@ -78,7 +78,7 @@ class CollectiveCenter(Center):
 
     @property
     def version(self) -> int:
-        """Rounds to which somebody has contributed."""
+        """Rounds that had contributors."""
         return self._version
 
     def members(self) -> list[int]:
@@ -124,7 +124,7 @@ class CollectiveCenter(Center):
         checkpoint.write(Path(path), self.plan, *self._snapshot())
 
     def close(self) -> None:
-        """Let go of the group. Unlike `leave`, it waits for nobody, and others may fail."""
+        """Release the group. Unlike `leave` it does not wait, and other ranks may fail."""
         if self.member is not None:
             self.member.left = True
         if self._checkpointer is not None and os.getpid() == self.process:

@@ -1,11 +1,11 @@
-"""A process group of our own: sums and texts, and errors that say what happened and what to do.
+"""A process group of our own: sums and texts, and errors that name what happened and what to do.
 
 Nothing else uses it, so that an exchange in the background meets no other communication of the
 script, whatever that does meanwhile. Texts travel as bytes, never as pickles.
 
-Who is missing is found out through the group's store: a rank that waits for long, or has failed,
-writes there how many calls it has made. A rank that is behind has not come. The store is with
-rank 0 or `torchrun`, and may be gone as well: nobody waits for it for long.
+Missing ranks are found through the group's store: a rank that waits for long, or has failed,
+writes there how many calls it has made. A rank that is behind is missing. The store is with
+rank 0 or `torchrun`, and may be gone as well: a rank does not wait for it for long.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from springline.errors import CenterError, RoundTimeoutError
 from springline.signals import deliver
 
 REPORT_AFTER = 1.0  # seconds that a rank waits before it writes to the store
-_SLICE = 1.0  # seconds: torch's wait hears no signal
+_SLICE = 1.0  # seconds: no signal interrupts torch's wait
 _GRACE = 3.0  # seconds that others have to report, or to come to the end
 _STORE_TIMEOUT = 2.0  # seconds in which the store has to answer
 _PAUSE = 0.05
@@ -158,7 +158,7 @@ class Group:
         return made
 
     def _meet(self, timeout: float) -> None:
-        """Wait until all ranks are there; gloo would not name who is missing."""
+        """Wait until all ranks are there; gloo would not name the missing."""
         self._report()
         keys = [f"calls/{rank}" for rank in range(self.size)]
         missing = partial(self._behind, 1)
@@ -256,7 +256,7 @@ def _gloo(store: Any, rank: int, size: int, timeout: float) -> Any:
     Torch names a group after how many a process has, too, so that ranks that have made different
     numbers of them would never meet in the next one. And it keeps every group to the end of the
     process, when a thread of a group that was just in use may still release a tensor, which ends
-    the process with SIGABRT: so `part` releases it before. Nobody else does, as that waits for its
+    the process with SIGABRT: so `part` releases it before. Nothing else does, as that waits for its
     threads, which may be waiting for a rank that never comes.
     """
     group = ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))

@@ -138,8 +138,8 @@ class CollectiveMember(Member):
                     check_finite(center.layout, center.layout.views(x))
                 except NonFiniteError as error:
                     wrong = str(error)
-            said = center.group.gather(json.dumps([mark, changed, wrong]), "the first step")
-            first, loaded, wrong = json.loads(said[0])
+            texts = center.group.gather(json.dumps([mark, changed, wrong]), "the first step")
+            first, loaded, wrong = json.loads(texts[0])
             if wrong:
                 raise NonFiniteError(wrong)  # on all ranks
             if loaded:

@@ -113,7 +113,7 @@ class RemoteCenter(Center):
             self._members.remove(member)
 
     def _known(self) -> tuple[dict[int, RankProgress], int]:
-        """Return how far each rank has come, and the last round: the latest that anybody knows."""
+        """Return how far each rank has come, and the last round: the latest that is known."""
         ask_head, ask_shard = self._ask_head(), Call(self.shards[0], "rows")
         look = self._look(ask_head)
         return latest([(look.rows, look.closed), ask_shard.result()])

@@ -59,7 +59,7 @@ class Head:
         self._rows: dict[int, RankProgress] = {}
         self._started = False
         self._finished: set[int] = set()
-        self._given_up: tuple[float, list[int]] | None = None  # when reported, and whom
+        self._given_up: tuple[float, list[int]] | None = None  # when reported, and which
         self._ending = False
 
     @property
@@ -85,7 +85,7 @@ class Head:
         )
 
     async def stay(self, given_up: list[int] | None = None) -> None:
-        """Hear of a launcher, and of the ranks that it does not restart."""
+        """Note that there is a launcher, and which ranks it does not restart."""
         if given_up is not None:
             self._given_up = time.monotonic(), given_up
 
@@ -110,13 +110,13 @@ class Head:
             held: the lease under which it has sent its parameters to the shards; 0 if it has not.
 
         Returns:
-            "done"; "sealed", and the mark of who did; "send", and a lease; "wait", and for whom.
+            "done"; "sealed", and by which mark; "send", and a lease; "wait", and for which rank.
         """
         self._membership.member(rank, incarnation)
         me = [mark, rank, incarnation]
         if by := await self.sealed():
             return ("done", 0) if self.registration.seal == me else ("sealed", by)
-        # A head that was restarted does not know who had a lease, and may have sent some values.
+        # A head that was restarted does not know which rank had a lease, and may have sent values.
         if to_do := self._membership.lease(
             rank, incarnation, changed or self.registration.found, held
         ):
@@ -142,7 +142,7 @@ class Head:
             raise EndedError("The center is being ended. Start the run again.")
         if not self.registration.is_there():
             raise self.registration.problem or forgotten()
-        await self._ask()  # its last incarnation may have told the shards more than us
+        await self._ask()  # the shards may know more of its last incarnation
         heartbeats: set[float] = set()
         while (holder := self._membership.members.get(rank)) and holder.incarnation != incarnation:
             if not self._membership.is_alive(holder):
@@ -177,7 +177,7 @@ class Head:
             self._membership.changed()
 
     async def heartbeat(self, rank: int, incarnation: int, row: RankProgress) -> float | None:
-        """Hear that a member is alive and how far it has come.
+        """Note that a member is alive and how far it has come.
 
         Returns:
             The steps per second of the fastest live worker; None if this one has to rejoin.
@@ -193,7 +193,7 @@ class Head:
     async def leave(self, rank: int, incarnation: int | None, finished: bool = False) -> None:
         """Give a rank back; without an incarnation, its holder is known to be dead.
 
-        Who leaves in the middle of a round withdraws from it. What the dead have sent counts.
+        A member that leaves in a round withdraws from it; the message of a dead one counts.
         """
         member = self._membership.members.get(rank)
         if finished and incarnation is not None:
@@ -229,7 +229,7 @@ class Head:
     # Rounds.
 
     async def begin(self, rank: int, incarnation: int, seconds: float) -> int | list[int]:
-        """Wait a while for a round to contribute to; return it, or who is waited for."""
+        """Wait a while for a round to contribute to; return it, or the ranks it waits for."""
         deadline = time.monotonic() + seconds
         while True:
             member, this = self._membership.member(rank, incarnation), self._membership.closed + 1
@@ -251,8 +251,8 @@ class Head:
         From here on it counts, also if the member dies before the round is closed, unless all do.
 
         Returns:
-            The closed round, without contributors if it is the last and they are not known; or who
-            is waited for. None if it was closed before, without this member, or long ago.
+            The closed round, without contributors if it is the last and they are not known; or the
+            ranks it waits for. None if it was closed before, without this member, or long ago.
         """
         before = number <= self._membership.closed
         if not before:
@@ -274,7 +274,7 @@ class Head:
         if number > self._membership.closed:
             self._membership.settle(rank, incarnation, number, None, self.registration.found)
             if not self._membership.close(number):
-                self._membership.changed()  # those who wait for a round to begin again may go on
+                self._membership.changed()  # calls that wait for a round to begin again may go on
 
     def _row(self, rank: int) -> RankProgress:
         """Return how far a rank has come."""
@@ -289,7 +289,7 @@ class Head:
             )
 
     async def _ask(self) -> None:
-        """Ask the shards how far everybody has come."""
+        """Ask the shards how far every rank has come."""
         if self.registration.description is None:
             return
         rows, closed = await self._ask_rows(self.registration.description["shards"])
@@ -300,5 +300,5 @@ class Head:
             self._known = True
             if self.registration.found:  # the head restarted: the members have to rejoin
                 self._membership.quiet_until = time.monotonic() + _REJOIN
-            # It had started if anybody has exchanged.
+            # It had started if any rank has exchanged.
             self._started = self._started or any(row.exchanges for row in rows.values())

@@ -145,7 +145,7 @@ class Interceptor:
         for rank in ranks:
             self._rank(rank)
         if len({*ranks}) < len(ranks):
-            raise RankError(f"`{name}` must be different ranks. Received: {reprlib.repr(ranks)}.")
+            raise RankError(f"`{name}` must not repeat a rank. Received: {reprlib.repr(ranks)}.")
 
     def _row(self, row: Any) -> None:
         _typed("row", row, RankProgress)

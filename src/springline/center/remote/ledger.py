@@ -172,8 +172,8 @@ class Slots:
 
         Args:
             number: of the round.
-            contributors: who is in it; none if that is not known: who is here.
-            asker: who is in it for certain.
+            contributors: the ranks in it; none if not known: those whose messages are here.
+            asker: a rank that is in it for certain.
         """
         with self._table:
             slots = self._kept.get(number, {})

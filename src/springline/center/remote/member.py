@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from springline.center.remote.center import RemoteCenter
 
 _POLL = 5.0  # seconds that the head is asked to wait for others in one call
-_PAUSE = 0.1  # seconds between two polls of who gives the first values
+_PAUSE = 0.1  # seconds between two polls for the first values
 _RESTART = 30.0  # seconds beyond the timeout in which a head or shard may restart
 _log = logging.getLogger("springline")
 
@@ -71,7 +71,7 @@ class RemoteMember(Member):
         try:
             self.ask_head("joined", rank, self._incarnation)
         except BaseException:
-            self._gone.set()  # nobody has this rank
+            self._gone.set()  # this rank is free
             raise
 
     @property
@@ -164,7 +164,7 @@ class RemoteMember(Member):
         self._gone.set()
         with self._turn:
             self.center.forget(self)
-            with contextlib.suppress(CenterError):  # nobody there: it is as good as left
+            with contextlib.suppress(CenterError):  # no head: it is as good as left
                 head = self.center.head
                 mine = self.rank, self._incarnation, finished
                 Call(head, "leave", *mine, timeout=5.0).result()
@@ -267,7 +267,7 @@ class RemoteMember(Member):
             call.result()
 
     def wait(self, ask: Callable[[float], list[int]], what: str) -> None:
-        """Wait until `ask`, which waits a while itself, names nobody any more."""
+        """Wait until `ask`, which waits a while itself, names no rank any more."""
         missing: list[int] = []
 
         def done() -> bool:
@@ -284,7 +284,7 @@ class RemoteMember(Member):
                 fastest = pending.result(HEARTBEAT)
                 self._fastest = fastest or 0.0
                 if fastest is None and not self.left:
-                    self._rejoin(patience=None)  # nobody waits for this thread
+                    self._rejoin(patience=None)  # nothing waits for this thread
                     if self._gone.is_set():  # meanwhile
                         self.center.head.tell("leave", self.rank, self._incarnation)
             except (TimeoutError, PeerLostError):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from springline.center.token import issue
 from springline.errors import CenterError
 
-TICK = 0.25  # seconds between two looks at who is alive
+TICK = 0.25  # seconds between two looks at which members are alive
 _KNOWN = 10  # rounds whose contributors are remembered
 
 
@@ -30,7 +30,7 @@ class MemberState:
 
 @dataclass(frozen=True)
 class Lease:
-    """Who may give a new center its first values; a later lease fences an earlier one off."""
+    """The right to give a new center its first values; a later lease fences off an earlier one."""
 
     rank: int = -1
     incarnation: int = 0
@@ -59,7 +59,7 @@ class Membership:
         closed: the last round that was.
         contributors: of the last few rounds.
         sent: by rank, its last contribution. It outlives the member: what is complete counts, if
-            others are in the round, who reduce it.
+            there are others in the round to reduce it.
     """
 
     def __init__(self, grace: float, token: str) -> None:
@@ -105,22 +105,22 @@ class Membership:
         holder = self.find(self._lease.rank, self._lease.incarnation)
         if holder and self.is_alive(holder) and self._lease.rank != rank:
             return "wait", self._lease.rank
-        # Who had a lease and died may have sent some of its values.
+        # A member that had a lease and died may have sent some of its values.
         if (changed or self._lease.number) and not (held and held == self._lease.number):
             self._lease = Lease(rank, incarnation, issue(self._token, "lease"))
             return "send", self._lease.number
         return None
 
     def pending(self, number: int) -> list[int]:
-        """Return whom a round waits for."""
+        """Return the ranks that a round waits for."""
         return [rank for rank in self.alive() if self.members[rank].settled < number]
 
     def contributing(self, number: int) -> list[int]:
-        """Return who has contributed to a round, also those who have died since."""
+        """Return the ranks that have contributed to a round, also those that have died since."""
         return sorted(rank for rank, sent in self.sent.items() if sent.number == number)
 
     def reducing(self, number: int) -> list[int]:
-        """Return who has contributed to a round and is alive, to reduce it."""
+        """Return the ranks that have contributed to a round and are alive, to reduce it."""
         members = ((rank, self.find(rank, self.sent[rank].incarnation)) for rank in self.sent)
         alive = [rank for rank, member in members if member and self.is_alive(member)]
         return [rank for rank in self.contributing(number) if rank in alive]
@@ -160,7 +160,7 @@ class Membership:
         return sent.steps if sent and sent.number <= self.closed else 0
 
     def begin_again(self, number: int) -> None:
-        """Open a round again that nobody would reduce: all have withdrawn or died."""
+        """Open a round again that no rank would reduce: all have withdrawn or died."""
         for rank in self.contributing(number):
             del self.sent[rank]
         for member in self.members.values():
@@ -168,7 +168,7 @@ class Membership:
         self.changed()
 
     def close(self, number: int) -> bool:
-        """Close a round if it waits for nobody, and somebody reduces it; whether it is closed."""
+        """Close a round that is complete and has a rank to reduce it; whether it is closed."""
         waits = time.monotonic() < self.quiet_until or self.pending(number)
         if self.closed < number and not waits and self.reducing(number):
             self.closed = number
@@ -191,7 +191,7 @@ class Membership:
         waiting.cancel()
 
     async def _tick(self) -> None:
-        """Wake them when a member falls silent: nobody reports that."""
+        """Wake them when a member falls silent, which is not reported."""
         last: list[int] = []
         while True:
             alive = self.alive()

@@ -56,12 +56,12 @@ class Call:
     """A call that is retried until it is answered.
 
     Args:
-        peer: who is called.
+        peer: the one that is called.
         method: what of it.
         arguments: for it; they must not change before the answer is there.
         timeout: seconds without an answer after which the call fails; None for ever, with a
             warning every 30 seconds.
-        check: is called when there is no answer yet, and may raise: nobody wants it any more.
+        check: is called when there is no answer yet, and may raise: it is not wanted any more.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Call:
         """Return the answer, or raise what the call raised.
 
         Raises:
-            CenterError: there was none in time, or nobody wants it any more.
+            CenterError: there was none in time, or it is not wanted any more.
         """
         start = time.monotonic()
         warn_at = start + WARN_EVERY

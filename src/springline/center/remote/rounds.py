@@ -126,7 +126,7 @@ class RemoteRounds:
     def _reduce_again(self, k: int, message: Message, closed: ClosedRound) -> Reply:
         """Take the mean from a shard that restarted: what it had been sent is gone.
 
-        We send our message again, and so do those who wait as we do. The others have gone on with
+        We send our message again, and so do the others that wait. The others have gone on with
         the mean that it gave them, and are left out of this one.
         """
         waited, without = time.monotonic(), list[int]()

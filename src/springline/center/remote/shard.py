@@ -125,7 +125,7 @@ class Shard:
         self.save()
 
     def seal(self, lease: int, center: Bytes) -> bool:
-        """Take other first values; False if a later lease has, or somebody has exchanged."""
+        """Take new first values; False if a later lease has given some, or a rank has exchanged."""
         with self._turn:
             if lease < self._lease or any(row.exchanges for row in self._ledger.rows().values()):
                 return False
@@ -177,7 +177,7 @@ class Shard:
         Args:
             closed: the round. If its contributors are not known any more: of the messages that are
                 here, with the sender's.
-            sender: who asks.
+            sender: the worker that asks.
             without: contributors that do not send again what a shard has lost in a restart.
 
         Returns:

@@ -38,7 +38,6 @@ class Steps:
     def __init__(
         self, plan: Plan, rule: Rule, ranges: Sequence[ByteRange], center: Bytes, state: State
     ) -> None:
-        self._rule = rule
         self._nbytes = len(center)
         self._parts = Blocks(plan, rule, ranges, center, state)
         self._blocks = [block for shard in self._parts.shards for block in shard]

@@ -84,7 +84,7 @@ class Storage:
             self.read(name)  # for the first time; or an earlier epoch has written again
         number = self._written.get(name, 0) + 1
         tensors[_HEADER] = np.frombuffer(json.dumps(dict(header)).encode(), np.uint8)
-        mark = {"number": str(number), "life": str(self._epoch)}
+        mark = {"number": str(number), "epoch": str(self._epoch)}
         path = self._slot(name, number)
         if self._fs is None:
             write_file(Path(path), lambda file: write_tensors(file, tensors, mark))
@@ -168,7 +168,7 @@ def _mark_in(data: bytes) -> tuple[int, int]:
     """Return the number and the epoch that a file was written with; zeros if there are none."""
     try:
         metadata = read_metadata(data)
-        return int(metadata["number"]), int(metadata["life"])
+        return int(metadata["number"]), int(metadata["epoch"])
     except (ValueError, KeyError, RecursionError):
         return 0, 0
 

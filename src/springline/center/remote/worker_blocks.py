@@ -49,7 +49,6 @@ class WorkerBlocks:
         self.local = local
         self.fragment = fragment
         self._layout = plan.layout
-        self._rule = rule
         self._rank = rank
         parts = [of_fragment(ranges, fragment) for ranges in shards]
         self._places = [slice(*span(ranges)) for ranges in parts]
@@ -101,7 +100,7 @@ class WorkerBlocks:
         return refused
 
     def _message(self, block: Block, side: Side) -> Array:
-        """Return a block's message; of one without a gradient, what nobody looks at."""
+        """Return a block's message; of one without a gradient, scratch that is not read."""
         if not block.has_gradient(self.local.seen):
             return side.out
         try:
