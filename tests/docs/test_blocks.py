@@ -108,6 +108,7 @@ def test_the_blocks_of_a_page(name, call, tmp_path):
 
 def test_the_script_of_the_first_page(call, tmp_path):
     (block,) = (block for block in blocks_of(PAGES["index"]) if block.title == "train.py")
+    assert block.text in PAGES["README"].read_text("utf-8")
     (tmp_path / "train.py").write_text(block.text, "utf-8")
     printed = call("python", "train.py", "2000")
     accuracy = re.search(r"(\d+)% of new points are on the right spiral", printed)
