@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from springline.files import write_text
 from springline.integrations.common import warn_of_nothing_left
 from springline.integrations.lightning_strategy import OneOfMany, center_optimizer
-from springline.progress import log, start_step
+from springline.progress import log_numbers, start_step
 from springline.run import FIRST_STEP, Run, stopping
 from springline.torch import wrap
 from springline.torch.by_name import RULES
@@ -207,8 +207,7 @@ class Springline(Callback):
         values |= trainer.callback_metrics
         new = {name: v for name, v in values.items() if v is not self._logged.get(name)}
         self._logged = values
-        reserved = ("time", "step")
-        log(**{name.replace("/", "_"): v for name, v in new.items() if name not in reserved})
+        log_numbers({name.replace("/", "_"): v for name, v in new.items()})
 
 
 def _go_to(trainer: Trainer, steps: int) -> None:

@@ -6,7 +6,7 @@ import atexit
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +164,7 @@ class CenterCallback(keras.callbacks.Callback):  # type: ignore[misc]
         now = time.monotonic()
         if due or now >= self._log_at:
             self._log_at = now + _LOG
-            _add_to_metrics(logs)
+            progress.log_numbers(logs or {})
         if now >= self._look_at:
             self._look_at = now + _LOOK
             if self._run.stopping():
@@ -191,7 +191,7 @@ class CenterCallback(keras.callbacks.Callback):  # type: ignore[misc]
             progress.Claim(self._length * self.params["epochs"])
             self.model.stop_training = self._made >= self._total()
         self._show_center()
-        _add_to_metrics(logs)
+        progress.log_numbers(logs or {})
 
     def _show_center(self) -> None:
         worker = self.worker
@@ -280,14 +280,3 @@ class CenterCallback(keras.callbacks.Callback):  # type: ignore[misc]
         if folder is not None and worker.rank == 0:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_extras(folder, arrays(self._weights.others), {})
-
-
-def _add_to_metrics(values: Mapping[str, Any] | None) -> None:
-    numbers = {}
-    for name, value in (values or {}).items():
-        try:
-            numbers[name] = float(value)
-        except (TypeError, ValueError):  # a metric may have several numbers
-            continue
-    if numbers:
-        progress.log(**numbers)
