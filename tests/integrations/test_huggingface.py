@@ -181,3 +181,10 @@ def test_a_checkpoint_that_the_user_has_named_is_left_out(tmp_path):
         TrainerState().save_to_json(str(tmp_path / name / "trainer_state.json"))
     (tmp_path / "checkpoint-40").mkdir()  # cut short
     assert complete(True, tmp_path, tmp_path) == str(tmp_path / "checkpoint-20")
+
+
+def test_a_checkpoint_that_is_not_there_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPRINGLINE_RUN", str(tmp_path / "run"))
+    work = trainer(tmp_path / "out", SpringlineCallback("average"))
+    with pytest.raises((OSError, ValueError), match="checkpoint-7"):
+        work.train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))

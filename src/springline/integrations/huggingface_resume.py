@@ -17,6 +17,8 @@ _NAME = re.compile(r"checkpoint-(\d+)")  # as a Trainer makes them
 def complete(given: str | bool | None, own: Path, shared: Path) -> str | None:
     """Return a checkpoint for this worker that no kill has cut short; None if there is none.
 
+    One that the script names and that is not there is returned, if there is no other.
+
     Args:
         given: what the script wants to resume from.
         own: the directory of this worker's checkpoints.
@@ -29,7 +31,10 @@ def complete(given: str | bool | None, own: Path, shared: Path) -> str | None:
         return given
     of_steps = {path: _NAME.fullmatch(path.name) for path in own.glob("checkpoint-*")}
     found = {int(name[1]): path for path, name in of_steps.items() if name and _state_of(path)}
-    return str(found[max(found)]) if found else None
+    if found:
+        return str(found[max(found)])
+    missing = isinstance(given, str) and not of_rank_0 and not Path(given).exists()
+    return str(given) if missing else None  # which the Trainer refuses
 
 
 def checkpoint_at(step: int, path: Path, checkpoint: str | None, trainer: Trainer) -> None:
