@@ -26,7 +26,10 @@ head="${nodes[0]}"
 # Each `ray start --block` is a step of the job, and ends with it.
 srun --nodes=1 --ntasks=1 --nodelist="$head" --overlap \
   ray start --head --port="$port" --num-cpus="$cpus" --block &
-until ray health-check --address "$head:$port" 2>/dev/null; do sleep 2; done
+until ray health-check --address "$head:$port" 2>/dev/null; do
+  kill -0 $! # else it has not started: the job fails now and not at its time limit
+  sleep 2
+done
 if ((${#nodes[@]} > 1)); then
   others="$(IFS=,; echo "${nodes[*]:1}")"
   srun --nodes=$((${#nodes[@]} - 1)) --ntasks=$((${#nodes[@]} - 1)) --nodelist="$others" --overlap \
@@ -35,7 +38,10 @@ fi
 
 # One worker per node with all of its cores; for GPUs add --gpus.
 wanted=$((${#nodes[@]} * cpus))
-until [[ "$(ray status --address "$head:$port" 2>/dev/null)" == *"/$wanted.0 CPU"* ]]; do sleep 2; done
+until [[ "$(ray status --address "$head:$port" 2>/dev/null)" == *"/$wanted.0 CPU"* ]]; do
+  kill -0 $!
+  sleep 2
+done
 srun --nodes=1 --ntasks=1 --nodelist="$head" --overlap \
   springline run --address "$head:$port" --workers "${#nodes[@]}" --cpus "$cpus" \
   --run "$run" --no-live --max-restarts 3 --restart-window 600 "$@" &

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import springline
-from springline import AGN, ElasticAverage, LocalCenter, Worker
+from springline import AGN, ElasticAverage, LocalCenter, Worker, progress
 from springline.center import Layout
 from springline.rules import SGD, Adam
 
@@ -125,6 +125,16 @@ def test_log_takes_numbers(value, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=r"`accuracy` must be a number. Received: accuracy="):
             springline.log(loss=1.0, accuracy=value)
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_line_without_values_is_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPRINGLINE_RUN", str(tmp_path))
+    springline.log()
+    progress.log_numbers({"step": 3, "time": 1.5, "table": [1, 2], "words": "two", "none": None})
+    assert not (tmp_path / "metrics").exists()  # it would be the mark of a restart
+    progress.log_numbers({"step": 3, "val_loss": np.float32(0.5), "bad": np.nan})
+    (line,) = (tmp_path / "metrics" / "rank-0.jsonl").read_text().splitlines()
+    assert line.endswith('"val_loss": 0.5, "bad": null}')
 
 
 def test_log_takes_arrays_of_one_number(tmp_path, monkeypatch):

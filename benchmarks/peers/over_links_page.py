@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
     system: str
     case: Case
-    step: float  # seconds
+    step: list[float]  # seconds
     final: list[float]  # after as many steps as DDP makes
     alone: list[float]  # seconds to one worker's final loss
     whole: list[float]  # seconds to DDP's
@@ -52,7 +52,7 @@ def row_of(plan: Plan, records: Records, where: Where, system: str) -> Row | Non
     case = plan.best(records, system, workers, link)
     if case is None:
         return None
-    row = Row(system, case, 0.0, [], [], [], [], [])
+    row = Row(system, case, [], [], [], [], [], [])
     for seed in scale.seeds:
         references = [plan.reference(name, workers, scale, seed) for name in ("alone", "whole")]
         run = records.runs.get(case._replace(seed=seed))
@@ -64,7 +64,7 @@ def row_of(plan: Plan, records: Records, where: Where, system: str) -> Row | Non
         alone, whole = (records.runs[reference].final for reference in references)
         target = whole * (1 + 1e-9)  # reached by the very run that it is of
         steps = scale.steps if system == "ddp" else case.steps
-        row = row._replace(step=run.others / steps)
+        row.step.append(run.others / steps)
         row.final.append(first.final)
         row.alone.append(min(run.reached(alone), first.reached(alone)))
         row.whole.append(run.reached(target))
@@ -186,7 +186,7 @@ def _cells(row: Row) -> list[str]:
         f"{case.rate:g}",
         outer,
         str(case.steps),
-        f"{1e3 * row.step:.0f}",
+        f"{1e3 * _middle(row.step):.0f}",
         _all(row.final, ".4f"),
         _all(row.alone, ".1f"),
         _all(row.whole, ".1f"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -11,6 +12,8 @@ from typing import Any
 import numpy as np
 
 _ADDRESS = re.compile(r"\w[\w+.-]+:/")  # `pathlib` makes `ray:/` of `ray://`
+_COLUMNS = {"time", "step"}  # of the metrics, which are not a user's
+_NO_NUMBER = TypeError, ValueError, RuntimeError, OverflowError
 
 
 def is_number(value: Any) -> bool:
@@ -92,19 +95,32 @@ def metrics(values: Mapping[str, Any]) -> dict[str, float | None]:
     """
     plain: dict[str, float | None] = {}
     for name, value in values.items():
-        if name in ("time", "step"):
+        if name in _COLUMNS:
             raise ValueError(
                 f"`{name}` is a column that `springline.log` fills in itself. Log yours under "
                 f"another name. Received: {name}={_brief(value)}."
             )
         try:
             number = _number(value)
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        except _NO_NUMBER as error:
             raise ValueError(
                 f"`{name}` must be a number. Received: {name}={_brief(value)}."
             ) from error
         plain[name] = number if math.isfinite(number) else None
     return plain
+
+
+def numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return what `metrics` takes; a trainer's own metrics may be anything.
+
+    >>> numbers({"loss": np.array(0.5), "confusion": [[1, 2], [3, 4]], "time": 3.0})
+    {'loss': 0.5}
+    """
+    found: dict[str, float] = {}
+    for name, value in values.items():
+        with contextlib.suppress(*_NO_NUMBER):
+            found |= {} if name in _COLUMNS else {name: _number(value)}
+    return found
 
 
 def _number(value: Any) -> float:

@@ -103,7 +103,8 @@ def run(
     if launcher.address:
         who += f" of the cluster at {launcher.address}, the center is {launcher.center_name}"
     say(f"{start} {place}: {script} on {who}.")
-    with Screen(launcher.directory, console, live=console.is_terminal and not no_live) as screen:
+    live = console.is_terminal and not no_live
+    with _clear_errors(), Screen(launcher.directory, console, live=live) as screen:
         status = launcher.run(screen.refresh)
     for line in summary(launcher, program, status):
         say(line)

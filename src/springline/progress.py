@@ -9,7 +9,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -248,7 +248,13 @@ def log(**values: float) -> None:
     worker, done, run = _count.worker(), _count.done, Run.from_environment()
     if done is None:
         done = worker.start_step + worker.local_step if worker else 0
-    run.log(done, (_of_exchange(worker) if run.directory else {}) | values)
+    if line := (_of_exchange(worker) if run.directory else {}) | values:  # else it were a restart
+        run.log(done, line)
+
+
+def log_numbers(values: Mapping[str, Any]) -> None:
+    """Log those of a trainer's own metrics that are one number, under a name that is free."""
+    log(**checks.numbers(values))
 
 
 def _of_exchange(owner: Any) -> dict[str, float]:

@@ -33,6 +33,16 @@ def test_outside_of_a_job_it_says_so():
     assert "submit it with sbatch" in ended.stderr
 
 
+def test_a_job_whose_ray_does_not_start_fails_at_once(tmp_path):
+    programs = {"scontrol": "echo one", "srun": "exit 1", "ray": "exit 1"}
+    for name, does in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o700)
+    job = {"SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": "one", "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    ended = subprocess.run(["bash", SCRIPT], env=job, check=False, timeout=60)
+    assert ended.returncode != 0
+
+
 def test_springline_has_the_options_that_it_uses():
     command = typer.main.get_command(app).commands["run"]
     known = {option for parameter in command.params for option in parameter.opts}

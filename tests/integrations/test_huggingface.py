@@ -4,10 +4,11 @@ import pytest
 import torch
 from hf_script import Rows, Watch, network, trainer
 from safetensors.torch import load_file
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 
 import springline
 from springline.integrations.huggingface import SpringlineCallback
+from springline.integrations.huggingface_resume import complete
 from springline.torch import DiLoCoOptimizer
 
 SAVING = {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps", "eval_steps": 5}
@@ -172,3 +173,18 @@ def test_the_rows_are_all_seen_alone(tmp_path):
     work = trainer(tmp_path, SpringlineCallback("average"), max_steps=16)
     work.train()
     assert sorted(work.train_dataset.taken[:64]) == list(range(len(Rows())))
+
+
+def test_a_checkpoint_that_the_user_has_named_is_left_out(tmp_path):
+    for name in ("checkpoint-9", "checkpoint-20", "checkpoint-best", "checkpoint-30-old"):
+        (tmp_path / name).mkdir()
+        TrainerState().save_to_json(str(tmp_path / name / "trainer_state.json"))
+    (tmp_path / "checkpoint-40").mkdir()  # cut short
+    assert complete(True, tmp_path, tmp_path) == str(tmp_path / "checkpoint-20")
+
+
+def test_a_checkpoint_that_is_not_there_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPRINGLINE_RUN", str(tmp_path / "run"))
+    work = trainer(tmp_path / "out", SpringlineCallback("average"))
+    with pytest.raises((OSError, ValueError), match="checkpoint-7"):
+        work.train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))

@@ -42,6 +42,14 @@ def check_executions_of_several_steps():
     refused(ValueError, words, fit, model, front.ElasticAverage(period=4, fragments=2))
 
 
+def check_any_metrics():
+    def pair(y, scores):
+        return keras.ops.mean(scores)
+
+    named = [keras.metrics.MeanMetricWrapper(pair, name=name) for name in ("time", "step")]
+    alike(front.ModelAverage(period=3), metrics=named)
+
+
 def check_eager():
     alike(front.ModelAverage(period=3), run_eagerly=True)
 

@@ -6,6 +6,7 @@ import os
 import signal
 import tempfile
 from functools import partial
+from pathlib import Path
 
 import pytest
 from clustered import PLAN
@@ -109,6 +110,25 @@ def ended(worker):
     worker.start()
     wait_for(worker.look)
     return worker.entry.exit_code
+
+
+def test_what_has_not_changed_is_not_read_again(on_ray, script, tmp_path):
+    def read():
+        counters = Path("/proc/self/io").read_text("ascii").splitlines()
+        return next(int(line.split()[1]) for line in counters if line.startswith("rchar"))
+
+    worker = on_ray(script("import springline\nspringline.log(loss=1.0)\n"))
+    assert ended(worker) == 0
+    actor = worker.actors.here
+    (actor._directory / "center").mkdir()
+    (actor._directory / "center" / "extras.safetensors").write_bytes(bytes(10_000_000))
+    have = {name: mark for name, (mark, _) in actor._changed({})}
+    assert {"center/extras.safetensors", "metrics/rank-0.jsonl"} <= have.keys()
+    before = read()
+    assert list(actor._changed(have)) == []
+    assert read() - before < 1_000_000
+    (actor._directory / "lightning").write_text("0\n")  # as `springline.integrations.lightning`
+    assert actor._left() is None
 
 
 def test_what_a_worker_writes_comes_to_the_run_directory(on_ray, script, tmp_path, caplog):

@@ -20,6 +20,7 @@ import springline
 from springline.integrations.accelerate import shard, take_rank
 from springline.integrations.common import local, warn_of_nothing_left
 from springline.integrations.huggingface_resume import bring_to, checkpoint_at, complete
+from springline.progress import log_numbers
 from springline.torch import wrap
 from springline.torch.by_name import check_rule
 from springline.torch.optimizer import CenterOptimizer
@@ -241,7 +242,7 @@ class SpringlineCallback(TrainerCallback):
             if name.startswith("eval_") and not name.endswith(_SPEED)
         }
         if found and springline.rank() == 0:
-            springline.log(**found)
+            log_numbers(found)
 
     def _finish(self) -> None:
         """Wait for all workers, and leave their center in the model."""

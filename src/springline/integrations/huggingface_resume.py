@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,13 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
+_NAME = re.compile(r"checkpoint-(\d+)")  # as a Trainer makes them
+
 
 def complete(given: str | bool | None, own: Path, shared: Path) -> str | None:
     """Return a checkpoint for this worker that no kill has cut short; None if there is none.
+
+    One that the script names and that is not there is returned, if there is no other.
 
     Args:
         given: what the script wants to resume from.
@@ -24,8 +29,12 @@ def complete(given: str | bool | None, own: Path, shared: Path) -> str | None:
     of_rank_0 = isinstance(given, str) and Path(given).parent == shared != own
     if isinstance(given, str) and _state_of(Path(given)) and not of_rank_0:
         return given
-    found = [path for path in own.glob("checkpoint-*") if _state_of(path)]
-    return str(max(found, key=lambda path: int(path.name.split("-")[1]))) if found else None
+    of_steps = {path: _NAME.fullmatch(path.name) for path in own.glob("checkpoint-*")}
+    found = {int(name[1]): path for path, name in of_steps.items() if name and _state_of(path)}
+    if found:
+        return str(found[max(found)])
+    missing = isinstance(given, str) and not of_rank_0 and not Path(given).exists()
+    return str(given) if missing else None  # which the Trainer refuses
 
 
 def checkpoint_at(step: int, path: Path, checkpoint: str | None, trainer: Trainer) -> None:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from springline.files import write_text
 from springline.integrations.common import warn_of_nothing_left
 from springline.integrations.lightning_strategy import OneOfMany, center_optimizer
-from springline.progress import log, start_step
-from springline.run import Run, stopping
+from springline.progress import log_numbers, start_step
+from springline.run import FIRST_STEP, Run, stopping
 from springline.torch import wrap
 from springline.torch.by_name import RULES
 
@@ -38,7 +38,6 @@ else:
         from pytorch_lightning.strategies import SingleDeviceStrategy
         from pytorch_lightning.utilities import rank_zero_only
 
-_FIRST = "lightning"  # in a run's directory: the step that it began with
 _log = logging.getLogger("springline")
 
 
@@ -173,7 +172,7 @@ class Springline(Callback):
     def _first_step(self) -> int:
         """Return the step that the run began with; the first worker to come writes it down."""
         if self._run.directory is not None:
-            path = self._run.directory / _FIRST
+            path = self._run.directory / FIRST_STEP
             if not path.exists():
                 write_text(path, f"{self._first}\n")
             self._first = int(path.read_text("utf-8"))
@@ -208,8 +207,7 @@ class Springline(Callback):
         values |= trainer.callback_metrics
         new = {name: v for name, v in values.items() if v is not self._logged.get(name)}
         self._logged = values
-        reserved = ("time", "step")
-        log(**{name.replace("/", "_"): v for name, v in new.items() if name not in reserved})
+        log_numbers({name.replace("/", "_"): v for name, v in new.items()})
 
 
 def _go_to(trainer: Trainer, steps: int) -> None:

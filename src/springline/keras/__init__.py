@@ -10,9 +10,10 @@ except ModuleNotFoundError as error:
 if int(_keras.__version__.partition(".")[0]) < 3:
     raise ImportError(f"springline.keras needs Keras 3. Received: keras {_keras.__version__}.")
 
+from springline.keras.callback import Options
 from springline.keras.callbacks import AGN, AsyncDiLoCo, DiLoCo, ElasticAverage, ModelAverage
 
-__all__ = ["AGN", "AsyncDiLoCo", "DiLoCo", "ElasticAverage", "ModelAverage"]
+__all__ = ["AGN", "AsyncDiLoCo", "DiLoCo", "ElasticAverage", "ModelAverage", "Options"]
 
 
 def __getattr__(name: str) -> object:

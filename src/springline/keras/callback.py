@@ -6,9 +6,9 @@ import atexit
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import keras  # type: ignore[import-untyped]
 
@@ -30,6 +30,25 @@ _LOG = 1.0  # seconds between two lines of the metrics, where no exchange is
 _log = logging.getLogger("springline")
 MakeRule = Callable[[int], Rule]
 AnyCenter = Center | str | Path | None
+
+
+class Options(TypedDict, total=False):
+    """What all callbacks take, whatever their rule.
+
+    Attributes:
+        use_locking: whether an exchange is atomic, per part of the center. False only without
+            outer state: not with momentum or Adam.
+        center: a center, or the directory of a shared one. By default that of the run the script
+            was started in, else one of this worker's own.
+        timeout: seconds after which waiting for other workers fails, naming them.
+        keep_own_weights: whether a worker goes on with weights that another callback has loaded
+            when `fit` begins, where the center has others by then.
+    """
+
+    use_locking: bool
+    center: AnyCenter
+    timeout: float | None
+    keep_own_weights: bool
 
 
 class CenterCallback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -56,13 +75,16 @@ class CenterCallback(keras.callbacks.Callback):  # type: ignore[misc]
     def __init__(
         self,
         make_rule: MakeRule,
+        of_rule: dict[str, bool],
         *,
-        center: AnyCenter,
-        timeout: float | None,
-        **options: bool,
+        use_locking: bool = True,
+        center: AnyCenter = None,
+        timeout: float | None = None,
+        keep_own_weights: bool = False,
     ) -> None:
         super().__init__()
         seconds(timeout)
+        options = {"use_locking": use_locking, "keep_own_weights": keep_own_weights} | of_rule
         for name, value in options.items():
             true_or_false(name, value)
         self._run = Run.from_environment()
@@ -73,7 +95,7 @@ class CenterCallback(keras.callbacks.Callback):  # type: ignore[misc]
         given = center.settings["workers"] if isinstance(center, Center) else None
         self._rule = make_rule(self._run.workers if given is None else given)
         self._timeout = timeout
-        self._options: dict[str, Any] = options
+        self._options: Any = options
 
     # The beginning.
 
@@ -164,7 +186,7 @@ class CenterCallback(keras.callbacks.Callback):  # type: ignore[misc]
         now = time.monotonic()
         if due or now >= self._log_at:
             self._log_at = now + _LOG
-            _add_to_metrics(logs)
+            progress.log_numbers(logs or {})
         if now >= self._look_at:
             self._look_at = now + _LOOK
             if self._run.stopping():
@@ -191,7 +213,7 @@ class CenterCallback(keras.callbacks.Callback):  # type: ignore[misc]
             progress.Claim(self._length * self.params["epochs"])
             self.model.stop_training = self._made >= self._total()
         self._show_center()
-        _add_to_metrics(logs)
+        progress.log_numbers(logs or {})
 
     def _show_center(self) -> None:
         worker = self.worker
@@ -280,14 +302,3 @@ class CenterCallback(keras.callbacks.Callback):  # type: ignore[misc]
         if folder is not None and worker.rank == 0:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_extras(folder, arrays(self._weights.others), {})
-
-
-def _add_to_metrics(values: Mapping[str, Any] | None) -> None:
-    numbers = {}
-    for name, value in (values or {}).items():
-        try:
-            numbers[name] = float(value)
-        except (TypeError, ValueError):  # a metric may have several numbers
-            continue
-    if numbers:
-        progress.log(**numbers)

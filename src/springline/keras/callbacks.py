@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from springline import rules
-from springline.keras.callback import AnyCenter, CenterCallback
+from springline.keras.callback import CenterCallback, Options
 from springline.keras.observed import Observed, outer_like
 from springline.keras.refused import check_outer
 from springline.rules import AsyncDiLoCo as AsyncDiLoCoRule
@@ -16,6 +16,9 @@ from springline.rules import Outer
 from springline.rules.diloco import Staleness
 from springline.rules.fragments import Fragments
 from springline.rules.period import Period
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class ElasticAverage(CenterCallback):
@@ -32,13 +35,8 @@ class ElasticAverage(CenterCallback):
         fragments: into how many parts the model is cut, or lists of their weights' paths (or the
             beginnings of paths); one is exchanged every period/fragments steps.
         overlap: exchange in the background, and keep the steps that are made meanwhile.
-        use_locking: whether an exchange is atomic, per part of the center.
         synchronous: whether all workers wait for each other before the first step.
-        center: a center, or the directory of a shared one. By default that of the run the script
-            was started in, else one of this worker's own.
-        timeout: seconds after which waiting for other workers fails, naming them.
-        keep_own_weights: whether a worker goes on with weights that another callback has loaded
-            when `fit` begins, where the center has others by then.
+        **options: those of all callbacks; see `Options`.
 
     >>> callback = ElasticAverage(period=20)  # model.fit(..., callbacks=[callback])
     """
@@ -52,11 +50,8 @@ class ElasticAverage(CenterCallback):
         optimizer: Any = None,
         fragments: Fragments = 1,
         overlap: bool = False,
-        use_locking: bool = True,
         synchronous: bool = False,
-        center: AnyCenter = None,
-        timeout: float | None = None,
-        keep_own_weights: bool = False,
+        **options: Unpack[Options],
     ) -> None:
         if bool(rho) != (optimizer is not None):
             raise ValueError(
@@ -72,12 +67,8 @@ class ElasticAverage(CenterCallback):
                 moving_rate=moving_rate,
                 rho=rho,
             ),
-            center=center,
-            timeout=timeout,
-            overlap=overlap,
-            use_locking=use_locking,
-            synchronous=synchronous,
-            keep_own_weights=keep_own_weights,
+            {"overlap": overlap, "synchronous": synchronous},
+            **options,
         )
         if rho:
             self.optimizer = Observed(optimizer, rho)
@@ -92,12 +83,7 @@ class ModelAverage(CenterCallback):
         fragments: into how many parts the model is cut, or lists of their weights' paths (or the
             beginnings of paths); one is exchanged every period/fragments steps.
         overlap: meet in the background, until the next round is due.
-        use_locking: whether a shard is reduced under its lock.
-        center: a center, or the directory of a shared one. By default that of the run the script
-            was started in, else one of this worker's own.
-        timeout: seconds after which waiting for other workers fails, naming them.
-        keep_own_weights: whether a worker goes on with weights that another callback has loaded
-            when `fit` begins, where the center has others by then.
+        **options: those of all callbacks; see `Options`.
     """
 
     def __init__(
@@ -106,18 +92,12 @@ class ModelAverage(CenterCallback):
         period: Period = 10,
         fragments: Fragments = 1,
         overlap: bool = False,
-        use_locking: bool = True,
-        center: AnyCenter = None,
-        timeout: float | None = None,
-        keep_own_weights: bool = False,
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(
             lambda workers: ModelAverageRule(period=period, workers=workers, fragments=fragments),
-            center=center,
-            timeout=timeout,
-            overlap=overlap,
-            use_locking=use_locking,
-            keep_own_weights=keep_own_weights,
+            {"overlap": overlap},
+            **options,
         )
 
 
@@ -135,12 +115,7 @@ class DiLoCo(CenterCallback):
             is under way, and are lost but for what `mixing` keeps.
         mixing: the share of a worker's own way, in [0, 1), that it keeps when it adopts the center.
         overlap: exchange in the background, and keep the steps that are made meanwhile.
-        use_locking: whether a shard is reduced under its lock; False only without outer state.
-        center: a center, or the directory of a shared one. By default that of the run the script
-            was started in, else one of this worker's own.
-        timeout: seconds after which waiting for other workers fails, naming them.
-        keep_own_weights: whether a worker goes on with weights that another callback has loaded
-            when `fit` begins, where the center has others by then.
+        **options: those of all callbacks; see `Options`.
     """
 
     def __init__(
@@ -152,10 +127,7 @@ class DiLoCo(CenterCallback):
         delay: int = 0,
         mixing: float = 0.0,
         overlap: bool = False,
-        use_locking: bool = True,
-        center: AnyCenter = None,
-        timeout: float | None = None,
-        keep_own_weights: bool = False,
+        **options: Unpack[Options],
     ) -> None:
         own = {} if outer is None else {"outer": check_outer(outer)}
         super().__init__(
@@ -167,11 +139,8 @@ class DiLoCo(CenterCallback):
                 mixing=mixing,
                 **own,
             ),
-            center=center,
-            timeout=timeout,
-            overlap=overlap,
-            use_locking=use_locking,
-            keep_own_weights=keep_own_weights,
+            {"overlap": overlap},
+            **options,
         )
 
 
@@ -193,14 +162,8 @@ class AsyncDiLoCo(CenterCallback):
             is under way, and are lost but for what `mixing` keeps.
         mixing: the share of a worker's own way, in [0, 1), that it keeps when it adopts the center.
         overlap: exchange in the background, and keep the steps that are made meanwhile.
-        use_locking: whether an exchange is atomic, per part of the center; False only with `SGD` as
-            the outer optimizer, since all others have state.
         synchronous: whether all workers wait for each other before the first step.
-        center: a center, or the directory of a shared one. By default that of the run the script
-            was started in, else one of this worker's own.
-        timeout: seconds after which waiting for other workers fails, naming them.
-        keep_own_weights: whether a worker goes on with weights that another callback has loaded
-            when `fit` begins, where the center has others by then.
+        **options: those of all callbacks; see `Options`.
     """
 
     def __init__(
@@ -214,11 +177,8 @@ class AsyncDiLoCo(CenterCallback):
         delay: int = 0,
         mixing: float = 0.0,
         overlap: bool = False,
-        use_locking: bool = True,
         synchronous: bool = False,
-        center: AnyCenter = None,
-        timeout: float | None = None,
-        keep_own_weights: bool = False,
+        **options: Unpack[Options],
     ) -> None:
         own = {} if outer is None else {"outer": check_outer(outer)}
         super().__init__(
@@ -232,12 +192,8 @@ class AsyncDiLoCo(CenterCallback):
                 dynamic_steps=dynamic_steps,
                 **own,
             ),
-            center=center,
-            timeout=timeout,
-            overlap=overlap,
-            use_locking=use_locking,
-            synchronous=synchronous,
-            keep_own_weights=keep_own_weights,
+            {"overlap": overlap, "synchronous": synchronous},
+            **options,
         )
 
 
@@ -254,14 +210,8 @@ class AGN(CenterCallback):
             default it is like `optimizer`, where that is SGD or Adam, and follows its rate.
         fragments: into how many parts the model is cut, or lists of their weights' paths (or the
             beginnings of paths); one is exchanged every period/fragments steps.
-        use_locking: whether an exchange is atomic, per part of the center; False only with `SGD` as
-            the outer optimizer, since all others have state.
         synchronous: whether all workers wait for each other before the first step.
-        center: a center, or the directory of a shared one. By default that of the run the script
-            was started in, else one of this worker's own.
-        timeout: seconds after which waiting for other workers fails, naming them.
-        keep_own_weights: whether a worker goes on with weights that another callback has loaded
-            when `fit` begins, where the center has others by then.
+        **options: those of all callbacks; see `Options`.
 
     >>> callback = AGN("adam", period=5)  # model.compile(callback.optimizer, ...)
     """
@@ -273,11 +223,8 @@ class AGN(CenterCallback):
         period: Period = 10,
         outer: Outer | None = None,
         fragments: Fragments = 1,
-        use_locking: bool = True,
         synchronous: bool = False,
-        center: AnyCenter = None,
-        timeout: float | None = None,
-        keep_own_weights: bool = False,
+        **options: Unpack[Options],
     ) -> None:
         around = Observed(optimizer)
         own = outer_like(around.inner_optimizer) if outer is None else check_outer(outer)
@@ -289,10 +236,7 @@ class AGN(CenterCallback):
                 outer=own,
                 fixed_rate=outer is not None,
             ),
-            center=center,
-            timeout=timeout,
-            use_locking=use_locking,
-            synchronous=synchronous,
-            keep_own_weights=keep_own_weights,
+            {"synchronous": synchronous},
+            **options,
         )
         self.optimizer = around

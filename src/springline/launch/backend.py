@@ -53,6 +53,10 @@ class Backend:
     def gone(self, worker: Task, stopping: bool) -> None:
         """Handle a worker that has ended or was lost, perhaps because all were stopped."""
 
+    def finish_others(self) -> bool:
+        """Write the final centers but the run's own, if it has others; whether all are whole."""
+        return True
+
     def finish(self, hurried: Callable[[], bool]) -> Path | None:
         """Write the final center when all workers are gone; see `Keeper.finish`."""
         return self.keeper.finish(hurried)
@@ -103,13 +107,9 @@ class LocalBackend(Backend):
         """Find the centers that the script has made."""
         self._others.look()
 
-    def finish(self, hurried: Callable[[], bool]) -> Path | None:
-        """Write all final centers, the run's own last."""
-        try:
-            self._others.finish()
-        finally:
-            own = super().finish(hurried)
-        return own
+    def finish_others(self) -> bool:
+        """Write the final centers of other optimizers than the first."""
+        return self._others.finish()
 
     def release(self) -> None:
         """Release the ports of a TensorFlow cluster."""

@@ -22,7 +22,7 @@ from springline.launch.request import ClusterRequest, check_first_file, check_nu
 from springline.launch.restarts import RestartPolicy
 from springline.launch_state import NAME, LaunchState
 from springline.mistakes import MISTAKE
-from springline.run import Run
+from springline.run import REPORT, Run
 from springline.signals import noted
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that ask a launcher to stop
@@ -91,7 +91,7 @@ class Launcher:
         self.center_name = self._backend.center_name
         self.resumable = self._backend.resumable
         self.center: Path | None = None  # where it is, at the end
-        self.lost = False  # whether there was a center that could not be kept whole
+        self.lost = False  # whether a center could not be kept whole
         self.failed: Task | None = None  # the one that ended the run
         self._state = LaunchState(
             program.identity,
@@ -123,6 +123,7 @@ class Launcher:
             try:
                 self._backend.begin()
                 self._record()  # with the center's name, before it is made
+                (self.directory / REPORT).unlink(missing_ok=True)  # of an earlier launch
                 try:
                     for process in (*self._servers, *self._processes):
                         process.start()
@@ -280,11 +281,14 @@ class Launcher:
     def _keep_center(self) -> None:
         try:
             self._heard.clear()
+            self.lost = not self._backend.finish_others()
             self.center = self._backend.finish(lambda: bool(self._heard))
         except (CenterError, OSError) as error:
-            self._status, self.lost = self._status or 1, True
+            self.lost = True
             could_not = f"The center could not be saved: {error} {self._backend.rescue}"
             self._tell(str(error) if isinstance(error, LostError) else could_not)
+        if self.lost:
+            self._status = self._status or 1
 
     def _record(self) -> None:
         """Write `RUN/launch.json` if anything has changed."""

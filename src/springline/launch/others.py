@@ -35,28 +35,32 @@ class OtherKeepers:
             def say(text: str, name: str = name) -> None:
                 self._say(f"{name}: {text}")
 
-            self._keepers[name] = keeper = Keeper(self._claim, say, name, new=self._begun)
+            keeper = Keeper(self._claim, say, name, new=self._begun)
             keeper.start()
+            self._keepers[name] = keeper
         self._begun = True
 
-    def finish(self) -> None:
-        """Write the final centers, all that can be written, when all workers are gone.
+    def finish(self) -> bool:
+        """Write the final centers when all workers are gone.
 
-        Raises:
-            CenterError: one could not be written, or is lost.
+        Returns:
+            Whether all are written and whole; it is said which are not.
         """
-        self.look()
-        errors: list[Exception] = []
+        whole = True
+        try:
+            self.look()
+        except CenterError as error:
+            whole = False
+            self._say(str(error))
         for name, keeper in self._keepers.items():
             try:
                 if final := keeper.finish():
                     version = "" if keeper.version is None else f" (version {keeper.version:,})"
                     self._say(f"{name}: it is in {short(final)}{version}.")
             except (CenterError, OSError) as error:
-                errors.append(error)
+                whole = False
                 self._say(f"{name}: {error}")
-        if errors:
-            raise errors[0]
+        return whole
 
     def _layouts(self) -> list[Path]:
         return list(self._claim.path.glob(f"{CENTER}-*/{LAYOUT_NAME}"))

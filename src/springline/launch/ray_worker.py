@@ -28,7 +28,7 @@ from springline.center.extras import NAME as EXTRAS
 from springline.files import append, write_text
 from springline.launch.directory import CENTER
 from springline.launch.process import Task, WorkerProcess, environment
-from springline.run import REPORT, WARNINGS, Run
+from springline.run import FIRST_STEP, REPORT, WARNINGS, Run
 
 _log = logging.getLogger("springline")
 _EVERY = 0.3  # seconds between two polls
@@ -133,7 +133,7 @@ class WorkerActor:
 
     def _left(self) -> str | None:
         """Return where the script has left files of its own, if it has."""
-        ours = {self._directory / name for name in (*self._files, "stop")}
+        ours = {self._directory / name for name in (*self._files, "stop", FIRST_STEP)}
         others = any(path not in ours for path in self._directory.rglob("*") if path.is_file())
         return f"{self._directory} on {self._machine}" if others else None
 
@@ -144,12 +144,12 @@ class WorkerActor:
                 contextlib.suppress(OSError),  # it is not there yet
                 (self._directory / name).open("rb") as file,
             ):
-                known = have.get(name, 0)
+                known, status = have.get(name, 0), os.fstat(file.fileno())
+                if known == (status.st_size if grows else status.st_mtime_ns):
+                    continue
                 file.seek(known if grows else 0)
-                data, replaced = file.read(), os.fstat(file.fileno()).st_mtime_ns
-                mark = file.tell() if grows else replaced
-                if mark != known:
-                    yield name, (mark, data)
+                data = file.read()
+                yield name, (file.tell() if grows else status.st_mtime_ns, data)
 
 
 class RayWorker(Task):

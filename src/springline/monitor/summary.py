@@ -36,7 +36,7 @@ def summary(launcher: Launcher, program: Program, status: int) -> Iterator[str]:
         return
     report = launcher.directory / REPORT
     if report.exists() and not status:
-        yield report.read_text("utf-8", "replace")
+        yield report.read_text("utf-8", "replace").rstrip("\n")
     plot = None
     try:
         plot = draw(launcher.directory)
