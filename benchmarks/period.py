@@ -20,6 +20,7 @@ import sys
 import time
 from argparse import Namespace
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -72,8 +73,8 @@ def sweep(results: Results, minutes: float, processes: int, path: Path) -> None:
         spent = (time.monotonic() - start) / 60
         print(f"{spent:5.1f} min, run {len(results.losses) - first}: {run}: {loss:.4f}", flush=True)
 
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=spawn) as pool:
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(processes, mp_context=fork) as pool:
         while True:
             wanted = results.wanted() if time.monotonic() < start + 60 * minutes else iter(())
             run = next((run for run in wanted if run not in flying.values()), None)
@@ -100,6 +101,7 @@ def main() -> None:
     python_path = [str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(python_path)  # of the processes
     sys.path.append(str(EXAMPLES))
+    import_module("time_to_loss_worker")  # once, before processes are forked
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "period.jsonl"
     if options.fresh:

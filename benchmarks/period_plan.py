@@ -14,6 +14,7 @@ AVERAGE, ELASTIC, DILOCO = "average", "elastic", "diloco"
 DELAYED, PUSHES = "async_diloco", "async_nesterov"
 RULES = (AVERAGE, DILOCO, ELASTIC, DELAYED, PUSHES)
 Outer = tuple[float, float]  # rate and momentum
+MEAN: Outer = (1.0, 0.0)  # with which DiLoCo is averaging
 
 
 class Family(NamedTuple):
@@ -72,16 +73,17 @@ class Scale:
     def families(self, workers: int, period: int, *, later: bool = False) -> list[Family]:
         """Return what is tried at a period: of more workers only what held with fewer."""
         few, long = workers == self.workers[0], period >= self.anchors[-1]
-        pairs = self.outers if few or long else self.outers[:2]
+        pairs = self.outers if few else self.outers[: 1 + long]
         pushed = self.outers[:2] if few else self.outers[long : long + 1]
+        asynchronous = (*pushed, MEAN)
         if later:
             return [Family(workers, DILOCO, pair) for pair in self.later]
         return [
             Family(workers, AVERAGE),
             *(Family(workers, DILOCO, pair) for pair in pairs),
             Family(workers, ELASTIC),
-            *(Family(workers, DELAYED, pair) for pair in pushed),
-            Family(workers, PUSHES, pushed[0]),
+            *(Family(workers, DELAYED, pair) for pair in asynchronous),
+            *(Family(workers, PUSHES, pair) for pair in pushed[:few]),
         ]
 
 
@@ -116,8 +118,8 @@ class Results:
 
     def rate(self, family: Family, period: int) -> float | None:
         """Return the learning rate of a period, once one was tried."""
-        if family.rule in (DELAYED, PUSHES):
-            family = family._replace(rule=DILOCO)
+        if family.rule == PUSHES:
+            family = family._replace(rule=DELAYED)
         tried = self.tried(family, 0 if family.rule == WHOLE else self.anchor(period))
         return min(tried, key=lambda rate: (tried[rate], rate), default=None)
 
@@ -141,24 +143,25 @@ class Results:
 
     def wanted(self) -> Iterator[Run]:
         """Yield the runs that can be made now; ask again after each, it changes the answer."""
-        scale = self.scale
+        scale, (first, *more) = self.scale, self.scale.workers
         everything = (*scale.anchors, *scale.periods)
-        few, some, many = everything[:3], everything[:5], scale.workers[-1]
-        for workers in scale.workers:
-            for whole in (Family(1, WHOLE), Family(workers, WHOLE)):
-                yield from self._tune(whole, 0)
-            if workers != many or len(scale.workers) == 1:
-                yield from self._tune_all(workers)
-            yield from self._fill(workers, few if workers == many else some)
-            if workers == scale.workers[0]:
-                yield from self._real(workers)
-                yield from self._again(workers, scale.anchors)
-        yield from self._tune_all(many)
-        for workers in scale.workers:
-            yield from self._fill(workers, everything)
-        for workers in scale.workers:
-            yield from self._again(workers, everything)
-        yield from self._fill(scale.workers[0], everything, later=True)
+        for p in (1, first):
+            yield from self._tune(Family(p, WHOLE), 0)
+        yield from self._tune_all(first)
+        yield from self._fill(first, everything[:3])
+        yield from self._real(first)
+        for p in more:
+            yield from self._fill(p, everything[:3])
+        yield from self._again(first, scale.anchors)
+        yield from self._fill(first, everything[:5])
+        for p in more:
+            yield from self._tune_all(p)
+            yield from self._fill(p, everything[:5])
+        for p in scale.workers:
+            yield from self._fill(p, everything)
+        for p in scale.workers:
+            yield from self._again(p, everything)
+        yield from self._fill(first, everything, later=True)
 
     def _missing(self, run: Run) -> Iterator[Run]:
         if run not in self.losses:
@@ -168,23 +171,24 @@ class Results:
         for anchor in self.scale.anchors:
             for family in self.scale.families(workers, anchor):
                 yield from self._tune(family, anchor)
+        yield from self._tune(Family(workers, WHOLE), 0)
 
     def _tune(self, family: Family, period: int) -> Iterator[Run]:
         """Climb, until the best learning rate is better than its neighbours.
 
-        More workers begin with the rate of fewer and try higher ones only.
+        More workers begin with the rate of fewer, and those in rounds try higher ones only.
         """
-        if family.rule in (DELAYED, PUSHES):
+        if family.rule == PUSHES:
             return
         rates, rate = self.scale.rates, self.rate(family, period)
         tried = self.tried(family, period)
         if rate is None:
             yield Run(family, period, self._start(family, period))
             return
-        at = rates.index(rate)
-        sides = [rates[at + 1 : at + 2]]
-        if family.workers <= self.scale.workers[0]:
-            sides.insert(0, rates[max(0, at - 1) : at])
+        at, downwards = rates.index(rate), family.rule == DELAYED
+        low = downwards or family.workers <= self.scale.workers[0] or family.rule == ELASTIC
+        below, above = rates[max(0, at - 1) : at], rates[at + 1 : at + 2]
+        sides = [below] * low + [above] * (not downwards)
         for neighbour in sides:
             if missing := [Run(family, period, r) for r in neighbour if r not in tried]:
                 yield from missing
@@ -194,6 +198,9 @@ class Results:
         """Return the rate of fewer workers, or of another outer pair, or of averaging."""
         fewer = [p for p in (1, *self.scale.workers) if p < family.workers]
         near = [family._replace(workers=p) for p in reversed(fewer)]
+        if family.rule == DELAYED:
+            like = Family(family.workers, AVERAGE)
+            near.append(like if family.outer == MEAN else family._replace(rule=DILOCO))
         pairs = [family._replace(outer=pair) for pair in self.scale.outers if family.outer]
         for like in (*near, *pairs, Family(family.workers, AVERAGE)):
             if rate := self.rate(like, period):
@@ -203,6 +210,8 @@ class Results:
     def _fill(
         self, workers: int, periods: tuple[int, ...], *, later: bool = False
     ) -> Iterator[Run]:
+        whole = Family(workers, WHOLE)
+        yield from self._missing(Run(whole, 0, self.rate(whole, 0) or self._start(whole, 0)))
         for period in periods:
             for family in self.scale.families(workers, period, later=later):
                 if later and period in self.scale.anchors:

@@ -97,9 +97,11 @@ averaging is 1/0. Asynchronous DiLoCo has delayed Nesterov momentum over as many
 workers; with Nesterov in every push the rate is divided by the workers instead. Elastic averaging
 has its default α, 0.9/workers. The learning rate's peak is tuned by factors of two at τ = 5 and 50,
 for every rule and outer pair: with two workers until the best one is better than both its
-neighbours, with more from there upwards only. Other periods take that of the nearer one, and
-asynchronous DiLoCo takes DiLoCo's with the same pair. One process with the whole batch computes
-what `DistributedDataParallel` would."""
+neighbours; with more from there upwards in rounds, and both ways under elastic averaging; for
+asynchronous DiLoCo from DiLoCo's downwards. The last table has those that there was time for. Other
+periods take that of the nearer one, and Nesterov in every push that of delayed Nesterov. One
+process with the whole batch computes what `DistributedDataParallel` would. An empty cell was not
+run: there was no time for it."""
 
 
 def _periods(results: Results, workers: int) -> list[int]:
@@ -244,12 +246,12 @@ def _loss(loss: float) -> str:
 def draw(results: Results, path: Path) -> None:
     """Draw the loss of each rule's best outer pair against the period, by number of workers."""
     numbers = [p for p in results.scale.workers if _periods(results, p)]
-    style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
-    with mpl.rc_context(style | {"svg.hashsalt": "period"}):
+    with mpl.rc_context({"font.size": 9, "svg.hashsalt": "period"}):
         figure = Figure(figsize=(8.6, 3.8), layout="constrained")
         panels = figure.subplots(1, max(1, len(numbers)), sharey=True, squeeze=False)[0]
         alone = results.loss(Family(1, WHOLE), 0)
         for panel, workers in zip(panels, numbers, strict=False):
+            panel.spines[["top", "right"]].set_visible(False)
             for rule in RULES:
                 curve = _best(results, workers, rule)
                 losses = [loss for _, loss in curve.values()]
