@@ -168,18 +168,23 @@ def _agreement(results: Results) -> Iterator[str]:
     if pairs:
         yield "## Is lock-step fair?"
         yield ""
-        yield "The same run in lock-step and by `springline run`, each worker a process:"
+        yield (
+            "The same run in lock-step and by `springline run`, each worker a process. In rounds "
+            "they are equal. Without, the result depends on the order in which workers exchange: in "
+            "lock-step they take turns, always; processes of a busy machine run in bursts."
+        )
         yield ""
         rows = (
             [
                 _name(run.family),
                 str(run.period),
+                f"{run.rate:g}",
                 _loss(results.losses.get(run._replace(real=False), math.nan)),
                 _loss(loss),
             ]
             for run, loss in pairs
         )
-        yield from markdown(("2 workers", "τ", "lock-step", "real"), rows)
+        yield from markdown(("2 workers", "τ", "learning rate", "lock-step", "real"), rows)
         yield ""
 
 

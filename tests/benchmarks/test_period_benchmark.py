@@ -133,5 +133,5 @@ def test_the_script_makes_every_run_and_writes_the_page(tmp_path):
     assert "2 real diloco 0.7/0.5 τ=2" in printed
     page = (tmp_path / "period.md").read_text("utf-8")
     fair = next(rows for rows in tables(page) if rows[0][:2] == ["DiLoCo, 0.7/0.5", "2"])
-    assert fair[0][2] == fair[0][3]  # in rounds: lock-step and real
+    assert fair[0][3] == fair[0][4]  # in rounds: lock-step and real
     assert "run 1:" not in run("period.py", "--quick", out=tmp_path)
