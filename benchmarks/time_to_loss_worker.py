@@ -3,13 +3,14 @@
 Rank 0 keeps copies of the center (or of the model, if it is alone) while it trains, and evaluates
 them afterwards. Started by `time_to_loss.py`, with `examples/` on the path.
 
-To tune rules with rounds, one process makes the steps of all workers in lock-step: the losses are
-those of a real run, but for rounding, however busy the machine is.
+One process can make the steps of all workers in lock-step, on a center of its own: the losses of
+rules with rounds are those of a real run, but for rounding, however busy the machine is.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import json
 import math
@@ -17,21 +18,20 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from data import tiny_shakespeare
 from shakespeare import GPT, batch, evaluate, rate, wrap
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import springline
-from springline.center import NonFiniteError
-from springline.outer import Nesterov
-from springline.rules import DiLoCo, ModelAverage
-from springline.rules.reference import Optimizer
+from springline import AsyncDiLoCo, DiLoCo, ElasticAverage, LocalCenter, ModelAverage, Worker
+from springline.center import Layout, NonFiniteError
+from springline.outer import DelayedNesterov, Nesterov
+from springline.rules import Rule
 from springline.torch.optimizer import CenterOptimizer
 
 COPIES = 20  # of a run
@@ -56,7 +56,8 @@ def values_of(model: GPT) -> dict[str, Tensor]:
 
 def adamw(model: GPT, args: argparse.Namespace) -> torch.optim.Optimizer:
     """Return the inner optimizer."""
-    return torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.99), weight_decay=0.1)
+    settings: dict[str, Any] = {"betas": (0.9, 0.99), "weight_decay": 0.1, "fused": True}
+    return torch.optim.AdamW(model.parameters(), lr=args.lr, **settings)
 
 
 def local_step(
@@ -72,36 +73,49 @@ def local_step(
     opt.step()
 
 
-def lockstep(model: GPT, text: Tensor, args: argparse.Namespace) -> list[Copy]:
-    """Make all steps of all workers, one after another, with the rule's own verbs."""
-    rule: ModelAverage | DiLoCo = ModelAverage(period=args.period, workers=args.lockstep)
+def rule_of(args: argparse.Namespace) -> Rule:
+    """Return the rule of workers in lock-step: the demo's own, or one that it does not have."""
+    made: dict[str, Any] = {"period": args.period, "workers": args.lockstep}
+    if args.rule == "elastic":
+        return ElasticAverage(moving_rate=args.moving_rate, **made)
     if args.rule == "diloco":
-        outer = Nesterov(*args.outer)
-        rule = DiLoCo(period=args.period, workers=args.lockstep, outer=outer)
-    optimizer, none = Optimizer(rule.outer), np.empty(0)
-    models = [copy.deepcopy(model) for _ in range(rule.workers)]
-    flat = [parameters_to_vector(m.parameters()).detach() for m in models]
-    for m, vector in zip(models, flat, strict=True):
-        vector_to_parameters(vector, m.parameters())  # they live there from now on
+        return DiLoCo(outer=Nesterov(*args.outer), **made)
+    if args.rule == "async_diloco":
+        return AsyncDiLoCo(outer=DelayedNesterov(*args.outer), **made)
+    if args.rule == "async_nesterov":  # each push is a step of its own, a p-th as long
+        rate, momentum = args.outer
+        return AsyncDiLoCo(outer=Nesterov(rate / args.lockstep, momentum), **made)
+    return ModelAverage(**made)
+
+
+def lockstep(model: GPT, text: Tensor, args: argparse.Namespace) -> list[Copy]:
+    """Make all steps of all workers, one after another; those of a round exchange at once."""
+    rule, first = rule_of(args), {n: p.detach().numpy() for n, p in model.named_parameters()}
+    center = LocalCenter(Layout.of(first), rule, first)
+    ranks = range(rule.workers)
+    workers = [Worker(first, rule, center, rank, synchronous=False) for rank in ranks]
+    models = [copy.deepcopy(model) for _ in ranks]
+    for worker, m in zip(workers, models, strict=True):
+        for name, p in m.named_parameters():
+            p.data = torch.from_numpy(worker.parameters[name])  # they live there from now on
     opts = [adamw(m, args) for m in models]
-    xs = [vector.numpy() for vector in flat]
-    bases = [x.copy() for x in xs]
-    center, every = {"c": xs[0].copy()}, max(1, args.steps // COPIES)
+    every, start = max(1, args.steps // COPIES), time.perf_counter()
     copies: list[Copy] = []
-    start = time.perf_counter()
-    for done in range(1, args.steps + 1):
-        for rank, (m, opt) in enumerate(zip(models, opts, strict=True)):
-            os.environ.update(SPRINGLINE_RANK=str(rank), SPRINGLINE_WORKERS=str(rule.workers))
-            local_step(m, opt, done - 1, text, args)
-        if done % args.period == 0 or done == args.steps:
-            pairs = list(zip(xs, bases, strict=True))
-            sent = [rule.contribute(x, none, b, 1, np.empty_like(x)) for x, b in pairs]
-            optimizer.step(center, {"c": np.mean(sent, axis=0)}, len(sent))
-            for x, base in pairs:
-                rule.adopt(x, base, center["c"], none)
-        if done == args.steps or done % every == 0:
-            vector_to_parameters(torch.from_numpy(center["c"]), model.parameters())
-            copies.append((time.perf_counter() - start, values_of(model)))
+    os.environ["SPRINGLINE_WORKERS"] = str(rule.workers)
+    with contextlib.closing(center), ThreadPoolExecutor(rule.workers) as pool:
+        each = pool.map if rule.rounds else map
+        for worker in workers:
+            worker.begin()
+        for done in range(1, args.steps + 1):
+            due = []
+            for worker, m, opt in zip(workers, models, opts, strict=True):
+                os.environ["SPRINGLINE_RANK"] = str(worker.rank)
+                local_step(m, opt, done - 1, text, args)
+                if worker.advance() or done == args.steps:
+                    due.append(worker)
+            list(each(Worker.exchange, due))
+            if done == args.steps or done % every == 0:
+                copies.append((time.perf_counter() - start, center.values()))
     return copies
 
 

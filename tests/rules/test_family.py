@@ -81,6 +81,13 @@ def test_the_outer_momentum_fits_the_period(period, right):
 
 
 @pytest.mark.parametrize(
+    ("period", "right"), [(20, (0.7, 0.5)), (21, (1.0, 0.0)), (500, (1.0, 0.0))]
+)
+def test_without_rounds_long_periods_have_no_momentum(period, right):
+    assert AsyncDiLoCo(period=period, workers=2).outer == DelayedNesterov(*right, every=2)
+
+
+@pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"period": 10, "fragments": 3}, "multiple of the number of fragments, 3"),

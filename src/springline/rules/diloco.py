@@ -16,6 +16,7 @@ from springline.rules.period import Period
 from springline.rules.rule import Array, Rule
 
 Staleness = Literal["inverse", "sqrt"]
+_SHORT = 0.7, 0.5  # outer rate and momentum for short periods
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +125,8 @@ class AsyncDiLoCo(PseudoGradient):
         period: τ, local steps between two exchanges.
         workers: p, the configured number of workers.
         fragments: see `Rule`.
-        outer: by default delayed Nesterov momentum over p pushes.
+        outer: by default delayed Nesterov momentum over p pushes, 0.7 and 0.5; 1.0 and no momentum
+            for periods over 20 steps.
         delay: local steps from making a message to adopting the step that it led to.
         mixing: the share of a worker's own way that it keeps when it adopts the center.
         staleness: how a message counts that missed s exchanges of others: "inverse" 1/(s + 1),
@@ -157,8 +159,9 @@ class AsyncDiLoCo(PseudoGradient):
         return bool(self.dynamic_steps)
 
     def default_outer(self) -> Outer:
-        """Delayed Nesterov over p pushes."""
-        return DelayedNesterov(*momentum_for(self.period))
+        """Delayed Nesterov over p pushes, without momentum where a period is over 20 steps."""
+        pair = momentum_for(self.period)
+        return DelayedNesterov(*(pair if pair == _SHORT else (1.0, 0.0)))
 
     def settings(self) -> dict[str, Any]:
         """Also how staleness counts."""
@@ -179,5 +182,5 @@ def momentum_for(period: Period) -> tuple[float, float]:
     """
     longest = 50 if callable(period) else period
     if longest <= 20:
-        return 0.7, 0.5
+        return _SHORT
     return (1.0, 0.5) if longest < 500 else (0.7, 0.9)

@@ -104,7 +104,7 @@ class AsyncDiLoCoOptimizer(_PseudoGradientOptimizer):
             `springline.schedule`, or a function of the step.
         outer: the outer optimizer: one of `springline.outer`, or a function that makes a torch
             optimizer of a list of parameters. By default `DelayedNesterov` over as many pushes as
-            there are workers, with DiLoCo's rate and momentum.
+            there are workers, with 0.7 and 0.5 up to 20 steps, 1.0 and no momentum from there.
         staleness: how a message counts that missed s exchanges of others: "inverse" 1/(s + 1),
             "sqrt" 1/√(s + 1); None for no difference.
         dynamic_steps: whether a slower worker makes fewer steps in a period (DyLU), in proportion
