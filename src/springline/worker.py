@@ -247,19 +247,18 @@ class Worker(WorkerArrays):
         if not self.local_step:
             self.begun = True
             progress.note_first_step(self)
+        pace = self.pace
+        if pace.due is None:
+            pace.due = pace.plan(self.local_step, self.start_step, self.in_rounds, self.member)
         self.local_step += 1
-        if self.local_step < self.pace.due:
+        if self.local_step < pace.due:
             return False
-        self._plan(self.pace.number + 1)
+        pace.due = None
         return True
 
     def plan_next(self) -> None:
-        """Set when the next exchange begins, from the local step and the center's number."""
-        self.pace.number = self.member.number
-        self._plan(self.pace.number)
-
-    def _plan(self, number: int) -> None:
-        self.pace.plan(number, self.local_step, self.start_step, self.in_rounds, self.member)
+        """Plan the next exchange anew, from the local step and the center's number."""
+        self.pace.number, self.pace.due = self.member.number, None
 
     def exchange(self) -> None:
         """Exchange with the center now."""

@@ -90,9 +90,11 @@ class QSR(Schedule):
 
     def __call__(self, step: int) -> int:
         """Return the period that begins at a step."""
+        left = self.steps - step
+        if left <= 1:
+            return 1
         peak, at = self._peak
         rate = peak if step < at else float(self.rate(step))
-        left = max(self.steps - step, 1)
         # No step is left for a longer one; a rate of 0 asks for all of them.
         longest = left if rate <= 0 else int(min((self.growth / rate) ** 2, left))
         return min(max(self.base, longest), left)
