@@ -74,6 +74,8 @@ class Outer(ABC):
         super().__init_subclass__(**options)
         if "kind" not in cls.__dict__:
             cls.kind = cls.__name__
+        if "step" in cls.__dict__ and "step_in_place" not in cls.__dict__:
+            cls.step_in_place = Outer.step_in_place  # type: ignore[method-assign]
 
     def settings(self) -> dict[str, Any]:
         """What all workers must agree on, as JSON values; of a function its first values."""
