@@ -121,7 +121,9 @@ def test_schedules():
 def test_a_schedule_is_not_asked_for_steps_that_are_never_made(rule, fragments):
     rates, periods = [0.1] * 5 + [0.05] * 5, [4, 1, 3, 2] + [2] * 6
     for period in (QSR(2, 0.2, rate=rates.__getitem__, steps=10), periods.__getitem__):
-        worker = Worker({"w": np.zeros(2), "v": np.zeros(2)}, rule(period=period, fragments=fragments))
+        worker = Worker(
+            {"w": np.zeros(2), "v": np.zeros(2)}, rule(period=period, fragments=fragments)
+        )
         for _ in range(10):
             exchanged = worker.step()
         assert exchanged
@@ -135,6 +137,10 @@ def test_beyond_its_steps_the_period_of_qsr_is_one():
 def test_a_schedule_is_compared_by_what_it_returns():
     one, other = (ModelAverage(period=Warmup(n, then=5)).settings()["period"] for n in (3, 4))
     assert one == "Warmup: 1×3 5×997"
+    assert one != other
+    late = (ModelAverage(period=lambda s, n=n: 1 + s % 7 if s < n else 3) for n in (99, 100))
+    one, other = (rule.settings()["period"] for rule in late)
+    assert one.startswith("schedule: 1×1 2×1 4×1 1×1 2×1 4×1 1×1 2×1 ... (")
     assert one != other
 
 

@@ -7,6 +7,7 @@ the step at which a period begins, and that step follows from the number of the 
 from __future__ import annotations
 
 import math
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
@@ -155,6 +156,8 @@ def described(period: Period, fragments: int) -> int | str:
     with suppress(Exception):  # it need not know of steps that are never made
         found.extend(gaps.before_round(number) for number in range(1, _COMPARED))
     runs = [(gap, len(list(same))) for gap, same in groupby(found)]
-    first = " ".join(f"{gap}×{times}" for gap, times in runs[:_SHOWN])
+    shown = " ".join(f"{gap}×{times}" for gap, times in runs[:_SHOWN])
+    if runs[_SHOWN:]:
+        shown += f" ... ({zlib.crc32(str(found).encode()):08x})"  # for those that differ later
     name = type(period).__name__ if isinstance(period, Schedule) else "schedule"
-    return f"{name}: {first}" + (" ..." if runs[_SHOWN:] else "")
+    return f"{name}: {shown}"
