@@ -89,6 +89,8 @@ def test_the_outer_momentum_fits_the_period(period, right):
         ({"delay": -1}, "`delay` must be an integer >= 0"),
         ({"mixing": 1.0}, "0 <= mixing < 1"),
         ({"fragments": 0}, "`fragments` must be an integer >= 1"),
+        ({"fragments": []}, "`fragments` must not be empty"),
+        ({"period": Warmup(5, then=10), "fragments": []}, "`fragments` must not be empty"),
     ],
 )
 def test_what_does_not_go_together(settings, words):
@@ -161,6 +163,7 @@ def test_fragments():
         ([["a", "c", "d"], ["b"]], "names 'd'"),
         ([["a", "b", "c"], []], "empty"),
         (["a", "b"], r"write \['a'\]"),
+        ([["a", "b", "c"], 5], r"lists of names\. Received: 5 in a list"),
     ],
 )
 def test_fragments_that_are_refused(fragments, words):

@@ -63,6 +63,8 @@ class Rule(ABC):
         at_least_one("workers", self.workers, "It is the number of workers of the run.")
         if not isinstance(self.fragments, Sequence) or isinstance(self.fragments, str):
             at_least_one("fragments", self.fragments, "Or give lists of parameters' names.")
+        elif not self.fragments:
+            raise SettingsError("`fragments` must not be empty. Leave it out for one fragment.")
         if not callable(self.period) and self.period % self.fragment_count:
             raise SettingsError(
                 f"`period` must be a multiple of the number of fragments, {self.fragment_count}: "
