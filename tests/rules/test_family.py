@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
+from own_rules import Pushes
 from recorded import TORCHFT, adoptions, diloco_of, gradient, start
 from springline import (
+    AGN,
     AsyncDiLoCo,
     DiLoCo,
     ElasticAverage,
@@ -71,6 +73,8 @@ def test_what_depends_on_the_number_of_workers_is_filled_in():
     assert AsyncDiLoCo(workers=4).outer == DelayedNesterov(0.7, 0.5, every=4)
     assert DiLoCo(workers=4, outer=BlockMomentum()).outer.momentum == 0.75
     assert DiLoCo(workers=4, outer=BlockMomentum(1.0, 0.9)).outer.momentum == 0.9
+    for rule in (AGN, Pushes):
+        assert rule(workers=4, outer=DelayedNesterov(0.1)).outer.every == 4
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,16 @@ class Rule(ABC):
                 f"`period` must be a multiple of the number of fragments, {self.fragment_count}: "
                 f"one is exchanged every period/fragments steps. Received: period={self.period}."
             )
+        if self._has_own_outer and self.outer is not None:
+            self._take_outer(self.outer)
+
+    @property
+    def _has_own_outer(self) -> bool:
+        """Whether the outer optimizer is a field, which the user chooses."""
+        return any(field.name == "outer" for field in fields(self))
+
+    def _take_outer(self, outer: Outer) -> None:
+        object.__setattr__(self, "outer", outer.for_workers(int(self.workers)))
 
     if TYPE_CHECKING:  # a field of some rules, a property of others
 
@@ -139,7 +149,7 @@ class Rule(ABC):
             settings["fragments"] = [list(names) for names in self.fragments]
         elif self.fragments > 1:
             settings["fragments"] = int(self.fragments)
-        if any(field.name == "outer" for field in fields(self)):
+        if self._has_own_outer:
             settings["outer"] = self.outer.settings()
         return settings
 
