@@ -18,6 +18,7 @@ from springline import (
     Worker,
     errors,
     progress,
+    worker_state,
 )
 from springline.center import CenterError, Layout, LayoutError, NonFiniteError, RoundTimeoutError
 from springline.rules import SGD
@@ -309,6 +310,21 @@ def test_a_block_that_went_through_before_another_was_refused_is_not_sent_again(
         assert worker.center.values()["w"][0] == 1 + made
         worker.parameters["w"] += worker.local_step == 4
     worker.finish()
+
+
+def test_a_failed_exchange_does_not_outlive_the_state_that_is_loaded_after_it():
+    worker = Worker({"w": np.zeros(4)}, AsyncDiLoCo(period=2, delay=1, outer=SGD(1.0)))
+    saved = worker_state.save(worker)
+    worker.parameters["w"][:] = np.nan
+    worker.step()
+    with pytest.raises(NonFiniteError):
+        worker.step()
+    worker_state.load(worker, saved)
+    worker.parameters["w"][:] = 0
+    for _ in range(4):
+        worker.parameters["w"] += 1
+        worker.step()
+    assert worker.center.values()["w"][0] == 2  # of each two steps a delay keeps one
 
 
 def test_in_the_background_it_also_asks_for_what_the_rule_sends():

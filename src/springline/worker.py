@@ -129,7 +129,7 @@ class Worker(WorkerArrays):
         self.exchanged_at = [0] * self.layout.fragments  # the local step of each one's last
         self.begun = False  # whether `begin` was called, or a step made
         self.background: Background | None = None
-        self._missed = False  # whether the last exchange failed, under some rules
+        self.missed = False  # whether the last exchange failed, under some rules
         self._keep_own = keep_own_weights
         self._joined_with = 0  # identifies the parameters that it joined with
         try:
@@ -192,7 +192,7 @@ class Worker(WorkerArrays):
         if local.base is not None:
             np.copyto(local.base, local.x)
         local.forget_gradients()
-        self._missed = False
+        self.missed = False
         self.exchanged_at = [self.local_step] * self.layout.fragments
         self.plan_next()
 
@@ -292,7 +292,7 @@ class Worker(WorkerArrays):
         Returns:
             False if the worker is to take the center instead.
         """
-        if self._missed:
+        if self.missed:
             return False
         start, fragment = time.perf_counter(), self.fragment
         before = None if self._replicas.done else self._replicas.look(local.x)
@@ -301,10 +301,10 @@ class Worker(WorkerArrays):
         except NonFiniteError:
             # With a delay nothing is adopted, though the center may have some blocks. A round that
             # we are not in is noticed there.
-            self._missed = bool(self.rule.delay) and not self.in_rounds
+            self.missed = bool(self.rule.delay) and not self.in_rounds
             raise
         except BaseException:
-            self._missed = self.rule.measures_from_base
+            self.missed = self.rule.measures_from_base
             raise
         finally:
             self.distance = local.distance.take()
