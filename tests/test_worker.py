@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -310,6 +311,27 @@ def test_a_block_that_went_through_before_another_was_refused_is_not_sent_again(
         assert worker.center.values()["w"][0] == 1 + made
         worker.parameters["w"] += worker.local_step == 4
     worker.finish()
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_copies_are_noticed_fragment_by_fragment(same, caplog):
+    names = [f"{k:03d}" for k in range(100)]
+    cut = [names[90:], names[80:90], names[70:80], names[65:70], names[:65]]
+    start = {name: np.zeros(2) for name in names}
+    rule = ModelAverage(period=5, workers=2, fragments=cut)
+    center = LocalCenter(Layout.of(start, None, cut), rule, start)
+
+    def train(rank):
+        worker = Worker(start, rule, center, rank, timeout=60)
+        for _ in range(15):
+            for x in worker.parameters.values():
+                x += 1 if same else 1 + rank
+            worker.step()
+        worker.finish()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(train, range(2)))
+    assert ("hold the same" in caplog.text) == same
 
 
 def test_a_failed_exchange_does_not_outlive_the_state_that_is_loaded_after_it():

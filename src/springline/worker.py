@@ -295,7 +295,7 @@ class Worker(WorkerArrays):
         if self.missed:
             return False
         start, fragment = time.perf_counter(), self.fragment
-        before = None if self._replicas.done else self._replicas.look(local.x)
+        before = None if self._replicas.done else self._replicas.look(local.x, fragment)
         try:
             exchanged = self.member.exchange(local)
         except NonFiniteError:
@@ -311,7 +311,7 @@ class Worker(WorkerArrays):
         if not exchanged:
             return False
         if before is not None:
-            self._replicas.compare(before, self._replicas.look(local.x))
+            self._replicas.compare(before, self._replicas.look(local.x, fragment), fragment)
         here = self.layout.fragment_bytes[fragment]
         self.bytes_exchanged += 2 * (here.stop - here.start)
         self.exchanges += 1
