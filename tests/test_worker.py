@@ -11,6 +11,7 @@ import springline
 from springline import (
     AGN,
     AsyncDiLoCo,
+    DiLoCo,
     ElasticAverage,
     LocalCenter,
     ModelAverage,
@@ -22,7 +23,7 @@ from springline import (
     worker_state,
 )
 from springline.center import CenterError, Layout, LayoutError, NonFiniteError, RoundTimeoutError
-from springline.rules import SGD
+from springline.rules import SGD, Nesterov
 
 
 def model(value=0.0, dtype=np.float32):
@@ -125,6 +126,15 @@ def test_agn_sends_each_parameters_learning_rate():
     assert (worker.parameters["b"] == -1).all()
     with pytest.raises(ValueError, match=r"finite number >= 0. Received: -1.0 for 'w'"):
         worker.set_learning_rate(-1.0)
+
+
+@pytest.mark.parametrize("rule", [AsyncDiLoCo, DiLoCo, SlowMo])
+def test_the_inner_learning_rate_is_not_the_outer_one(rule):
+    worker = Worker(model(), rule(period=1, outer=Nesterov(0.5, 0.0)))
+    worker.set_learning_rate(0.01)
+    worker.parameters["b"] += 1
+    worker.step()
+    assert worker.center.values()["b"][0] == worker.outer_rate() == 0.5
 
 
 def test_agn_without_gradients_says_what_is_missing():

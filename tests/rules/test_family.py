@@ -61,7 +61,7 @@ def test_slow_momentum_without_the_workers_rate_is_slowmo_at_a_constant_one():
     found = []
     for rule in (SlowMo(period=1), DiLoCo(period=1, outer=outer.SlowMomentum())):
         worker = Worker({"w": np.zeros(2)}, rule)
-        worker.set_learning_rate(0.125 if rule.sends_rates else {})
+        worker.set_learning_rate(0.125)
         for gone in (1.0, 3.0, -2.0):
             worker.parameters["w"] -= gone
             worker.step()
