@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import springline
 from springline import (
     AGN,
     AsyncDiLoCo,
+    DiLoCo,
     ElasticAverage,
     LocalCenter,
     ModelAverage,
@@ -18,9 +20,10 @@ from springline import (
     Worker,
     errors,
     progress,
+    worker_state,
 )
 from springline.center import CenterError, Layout, LayoutError, NonFiniteError, RoundTimeoutError
-from springline.rules import SGD
+from springline.rules import SGD, Nesterov
 
 
 def model(value=0.0, dtype=np.float32):
@@ -123,6 +126,15 @@ def test_agn_sends_each_parameters_learning_rate():
     assert (worker.parameters["b"] == -1).all()
     with pytest.raises(ValueError, match=r"finite number >= 0. Received: -1.0 for 'w'"):
         worker.set_learning_rate(-1.0)
+
+
+@pytest.mark.parametrize("rule", [AsyncDiLoCo, DiLoCo, SlowMo])
+def test_the_inner_learning_rate_is_not_the_outer_one(rule):
+    worker = Worker(model(), rule(period=1, outer=Nesterov(0.5, 0.0)))
+    worker.set_learning_rate(0.01)
+    worker.parameters["b"] += 1
+    worker.step()
+    assert worker.center.values()["b"][0] == worker.outer_rate() == 0.5
 
 
 def test_agn_without_gradients_says_what_is_missing():
@@ -309,6 +321,42 @@ def test_a_block_that_went_through_before_another_was_refused_is_not_sent_again(
         assert worker.center.values()["w"][0] == 1 + made
         worker.parameters["w"] += worker.local_step == 4
     worker.finish()
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_copies_are_noticed_fragment_by_fragment(same, caplog):
+    names = [f"{k:03d}" for k in range(100)]
+    cut = [names[90:], names[80:90], names[70:80], names[65:70], names[:65]]
+    start = {name: np.zeros(2) for name in names}
+    rule = ModelAverage(period=5, workers=2, fragments=cut)
+    center = LocalCenter(Layout.of(start, None, cut), rule, start)
+
+    def train(rank):
+        worker = Worker(start, rule, center, rank, timeout=60)
+        for _ in range(15):
+            for x in worker.parameters.values():
+                x += 1 if same else 1 + rank
+            worker.step()
+        worker.finish()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(train, range(2)))
+    assert ("hold the same" in caplog.text) == same
+
+
+def test_a_failed_exchange_does_not_outlive_the_state_that_is_loaded_after_it():
+    worker = Worker({"w": np.zeros(4)}, AsyncDiLoCo(period=2, delay=1, outer=SGD(1.0)))
+    saved = worker_state.save(worker)
+    worker.parameters["w"][:] = np.nan
+    worker.step()
+    with pytest.raises(NonFiniteError):
+        worker.step()
+    worker_state.load(worker, saved)
+    worker.parameters["w"][:] = 0
+    for _ in range(4):
+        worker.parameters["w"] += 1
+        worker.step()
+    assert worker.center.values()["w"][0] == 2  # of each two steps a delay keeps one
 
 
 def test_in_the_background_it_also_asks_for_what_the_rule_sends():

@@ -16,7 +16,7 @@ class Pace:
 
     Attributes:
         number: of the next exchange: in rounds the center's, which decides.
-        due: the local step at which it begins.
+        due: the local step at which it begins; None until the first step towards it.
         speed: local steps per second, up to the last exchange.
     """
 
@@ -26,32 +26,31 @@ class Pace:
         self._paced = rule.paced
         self._since = 0, time.perf_counter()  # local step and time of the last exchange
         self.number = 0
-        self.due = 0
+        self.due: int | None = None
         self.speed = 0.0
 
-    def plan(self, number: int, done: int, before: int, rounds: bool, member: Member) -> None:
-        """Set when an exchange begins.
+    def plan(self, done: int, before: int, rounds: bool, member: Member) -> int:
+        """Return when the next exchange begins.
 
         With a constant gap exchanges end at its multiples. A delay lets each begin so much earlier.
+        To be asked when a step towards it is made: a schedule need not know of others.
 
         Args:
-            number: of the exchange.
             done: local steps.
             before: those of the rank before it was restarted.
             rounds: whether exchanges are rounds.
             member: knows how fast others are.
         """
         gap, delay = self._gaps.constant, self._delay
-        if gap is not None and not self._paced:
-            self.due = (done + delay) // gap * gap + gap - delay
-        elif gap is not None:
+        if gap is None and rounds:
+            return done + self._gaps.before_round(self.number)
+        if gap is None:
+            return done + self._gaps.at(before + done)
+        if self._paced:
             fastest = member.fastest()
             share = min(1.0, self.speed / fastest) if fastest and self.speed else 1.0
-            self.due = done + max(1, int(gap * share))
-        elif rounds:
-            self.due = done + self._gaps.before_round(number)
-        else:
-            self.due = done + self._gaps.at(before + done)
+            return done + max(1, int(gap * share))
+        return (done + delay) // gap * gap + gap - delay
 
     def pause(self, done: int) -> float:
         """Return the steps per second since the last exchange, as one begins."""

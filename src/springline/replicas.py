@@ -31,21 +31,24 @@ class Replicas:
         self._center = center
         self._rank = rank
         entries = [e for e in center.layout.entries if e.kind == "parameter"]
-        self._entries = entries[:_ENTRIES]
-        self._last: NDArray[Any] | None = None  # what it had after the last round
+        self._entries = [
+            [e for e in entries if e.fragment == fragment][:_ENTRIES]
+            for fragment in range(center.layout.fragments)
+        ]
+        self._last: dict[int, NDArray[Any]] = {}  # what it had after a fragment's last round
         self._same = 0
         self.done = not rule.rounds or rule.workers < 2
 
-    def look(self, x: Bytes) -> NDArray[Any]:
-        """Return a few values of many parameters."""
-        flat = [entry.view(x).reshape(-1) for entry in self._entries]
+    def look(self, x: Bytes, fragment: int) -> NDArray[Any]:
+        """Return a few values of many parameters of a fragment."""
+        flat = [entry.view(x).reshape(-1) for entry in self._entries[fragment]]
         few = [values[:: max(1, len(values) // _VALUES)].astype(float) for values in flat]
         return np.concatenate([np.zeros(0), *few])
 
-    def compare(self, before: NDArray[Any], after: NDArray[Any]) -> None:
-        """Compare what the worker had before a round with what it has now."""
-        last, self._last = self._last, after
-        moved = before != (before if last is None else last)
+    def compare(self, before: NDArray[Any], after: NDArray[Any], fragment: int) -> None:
+        """Compare what the worker had before a fragment's round with what it has now."""
+        moved = before != self._last.get(fragment, before)
+        self._last[fragment] = after
         if not moved.any():
             return  # it has trained nothing
         self.done = not np.allclose(before[moved], after[moved], rtol=1e-6, atol=0.0)

@@ -129,7 +129,7 @@ class Worker(WorkerArrays):
         self.exchanged_at = [0] * self.layout.fragments  # the local step of each one's last
         self.begun = False  # whether `begin` was called, or a step made
         self.background: Background | None = None
-        self._missed = False  # whether the last exchange failed, under some rules
+        self.missed = False  # whether the last exchange failed, under some rules
         self._keep_own = keep_own_weights
         self._joined_with = 0  # identifies the parameters that it joined with
         try:
@@ -192,7 +192,7 @@ class Worker(WorkerArrays):
         if local.base is not None:
             np.copyto(local.base, local.x)
         local.forget_gradients()
-        self._missed = False
+        self.missed = False
         self.exchanged_at = [self.local_step] * self.layout.fragments
         self.plan_next()
 
@@ -247,19 +247,18 @@ class Worker(WorkerArrays):
         if not self.local_step:
             self.begun = True
             progress.note_first_step(self)
+        pace = self.pace
+        if pace.due is None:
+            pace.due = pace.plan(self.local_step, self.start_step, self.in_rounds, self.member)
         self.local_step += 1
-        if self.local_step < self.pace.due:
+        if self.local_step < pace.due:
             return False
-        self._plan(self.pace.number + 1)
+        pace.due = None
         return True
 
     def plan_next(self) -> None:
-        """Set when the next exchange begins, from the local step and the center's number."""
-        self.pace.number = self.member.number
-        self._plan(self.pace.number)
-
-    def _plan(self, number: int) -> None:
-        self.pace.plan(number, self.local_step, self.start_step, self.in_rounds, self.member)
+        """Plan the next exchange anew, from the local step and the center's number."""
+        self.pace.number, self.pace.due = self.member.number, None
 
     def exchange(self) -> None:
         """Exchange with the center now."""
@@ -293,26 +292,26 @@ class Worker(WorkerArrays):
         Returns:
             False if the worker is to take the center instead.
         """
-        if self._missed:
+        if self.missed:
             return False
         start, fragment = time.perf_counter(), self.fragment
-        before = None if self._replicas.done else self._replicas.look(local.x)
+        before = None if self._replicas.done else self._replicas.look(local.x, fragment)
         try:
             exchanged = self.member.exchange(local)
         except NonFiniteError:
             # With a delay nothing is adopted, though the center may have some blocks. A round that
             # we are not in is noticed there.
-            self._missed = bool(self.rule.delay) and not self.in_rounds
+            self.missed = bool(self.rule.delay) and not self.in_rounds
             raise
         except BaseException:
-            self._missed = self.rule.measures_from_base
+            self.missed = self.rule.measures_from_base
             raise
         finally:
             self.distance = local.distance.take()
         if not exchanged:
             return False
         if before is not None:
-            self._replicas.compare(before, self._replicas.look(local.x))
+            self._replicas.compare(before, self._replicas.look(local.x, fragment), fragment)
         here = self.layout.fragment_bytes[fragment]
         self.bytes_exchanged += 2 * (here.stop - here.start)
         self.exchanges += 1

@@ -80,7 +80,7 @@ def load(worker: Worker, state: State) -> None:
     # Whether the center is to take what the model has loaded: not if it is restored itself.
     worker.begun = state.get("begun", True) and "center" in state
     worker.local_step, worker.start_step = state["local_step"], state["start_step"]
-    worker.exchanged_at = list(state["exchanged_at"])
+    worker.exchanged_at, worker.missed = list(state["exchanged_at"]), False
     local.forget_gradients()
     local.gradients[:] = state["gradients"]
     if own := own_center(worker):

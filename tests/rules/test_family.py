@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
+from own_rules import Pushes
 from recorded import TORCHFT, adoptions, diloco_of, gradient, start
 from springline import (
+    AGN,
     AsyncDiLoCo,
     DiLoCo,
     ElasticAverage,
@@ -59,7 +61,7 @@ def test_slow_momentum_without_the_workers_rate_is_slowmo_at_a_constant_one():
     found = []
     for rule in (SlowMo(period=1), DiLoCo(period=1, outer=outer.SlowMomentum())):
         worker = Worker({"w": np.zeros(2)}, rule)
-        worker.set_learning_rate(0.125 if rule.sends_rates else {})
+        worker.set_learning_rate(0.125)
         for gone in (1.0, 3.0, -2.0):
             worker.parameters["w"] -= gone
             worker.step()
@@ -71,6 +73,8 @@ def test_what_depends_on_the_number_of_workers_is_filled_in():
     assert AsyncDiLoCo(workers=4).outer == DelayedNesterov(0.7, 0.5, every=4)
     assert DiLoCo(workers=4, outer=BlockMomentum()).outer.momentum == 0.75
     assert DiLoCo(workers=4, outer=BlockMomentum(1.0, 0.9)).outer.momentum == 0.9
+    for rule in (AGN, Pushes):
+        assert rule(workers=4, outer=DelayedNesterov(0.1)).outer.every == 4
 
 
 @pytest.mark.parametrize(
@@ -96,6 +100,8 @@ def test_without_rounds_long_periods_have_no_momentum(period, right):
         ({"delay": -1}, "`delay` must be an integer >= 0"),
         ({"mixing": 1.0}, "0 <= mixing < 1"),
         ({"fragments": 0}, "`fragments` must be an integer >= 1"),
+        ({"fragments": []}, "`fragments` must not be empty"),
+        ({"period": Warmup(5, then=10), "fragments": []}, "`fragments` must not be empty"),
     ],
 )
 def test_what_does_not_go_together(settings, words):
@@ -123,9 +129,31 @@ def test_schedules():
         Gaps(lambda step: 0).at(7)
 
 
+@pytest.mark.parametrize("rule", [ModelAverage, AsyncDiLoCo])
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_schedule_is_not_asked_for_steps_that_are_never_made(rule, fragments):
+    rates, periods = [0.1] * 5 + [0.05] * 5, [4, 1, 3, 2] + [2] * 6
+    for period in (QSR(2, 0.2, rate=rates.__getitem__, steps=10), periods.__getitem__):
+        worker = Worker(
+            {"w": np.zeros(2), "v": np.zeros(2)}, rule(period=period, fragments=fragments)
+        )
+        for _ in range(10):
+            exchanged = worker.step()
+        assert exchanged
+        worker.finish()
+
+
+def test_beyond_its_steps_the_period_of_qsr_is_one():
+    assert QSR(2, 0.2, rate=[0.1, 0.05].__getitem__, steps=2)(2) == 1
+
+
 def test_a_schedule_is_compared_by_what_it_returns():
     one, other = (ModelAverage(period=Warmup(n, then=5)).settings()["period"] for n in (3, 4))
     assert one == "Warmup: 1×3 5×997"
+    assert one != other
+    late = (ModelAverage(period=lambda s, n=n: 1 + s % 7 if s < n else 3) for n in (99, 100))
+    one, other = (rule.settings()["period"] for rule in late)
+    assert one.startswith("schedule: 1×1 2×1 4×1 1×1 2×1 4×1 1×1 2×1 ... (")
     assert one != other
 
 
@@ -146,6 +174,7 @@ def test_fragments():
         ([["a", "c", "d"], ["b"]], "names 'd'"),
         ([["a", "b", "c"], []], "empty"),
         (["a", "b"], r"write \['a'\]"),
+        ([["a", "b", "c"], 5], r"lists of names\. Received: 5 in a list"),
     ],
 )
 def test_fragments_that_are_refused(fragments, words):

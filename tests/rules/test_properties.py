@@ -66,6 +66,18 @@ def test_a_step_in_place_is_a_step(c, g, rate):
     np.testing.assert_array_equal(c, then.c)
 
 
+def test_a_step_of_ones_own_is_not_made_in_place_by_the_one_it_comes_from():
+    class Halving(SGD):
+        def step(self, now, g, exchange, then):
+            super().step(now, g, exchange, then)
+            np.multiply(then.c, 0.5, out=then.c)
+
+    worker = Worker({"v": np.full(N, 3.0)}, AGN(period=1, outer=Halving(1.0)))
+    worker.observe({"v": np.ones(N)})
+    worker.step()
+    assert worker.center.values()["v"].tolist() == [1.0] * N
+
+
 def mean(messages):
     return reduce(messages, [1.0] * len(messages), np.zeros(N, messages[0].dtype), np.empty(N))
 

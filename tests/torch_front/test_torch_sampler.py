@@ -125,3 +125,15 @@ def test_an_iterable_dataset_needs_a_length():
         springline.epochs(DataLoader(Stream(), 4), 1)
     ((_, batches),) = [(e, list(b)) for e, b in springline.epochs(DataLoader(Sized(), 4), 1)]
     assert [len(batch) for batch in batches] == [4, 4, 2]
+
+
+def test_it_does_not_guess_what_a_loader_of_ones_own_takes():
+    sampler = ResumableSampler(range(6), shuffle=False, rank=0, workers=1)
+
+    class Pairs:
+        def __iter__(self):
+            found = iter(sampler)
+            return zip(found, found, strict=True)
+
+    assert not sampler.skip(1, Pairs())
+    assert list(Pairs()) == [(0, 1), (2, 3), (4, 5)]

@@ -140,8 +140,10 @@ def step(
     exchange.name = block.name
     exchange.count = count or len(messages)
     exchange.sent = block.sent(rates)
-    own = block.outer.rate(block.name, exchange.number)
-    exchange.rate = own if exchange.sent is None else exchange.sent
+    if exchange.sent is None or not block.rule.own_rates:
+        exchange.rate = block.outer.rate(block.name, exchange.number)
+    else:
+        exchange.rate = exchange.sent
     weight = block.rule.weight(exchange)
     block.stepped = into = block.now if block.direct else block.then
     try:

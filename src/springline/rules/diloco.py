@@ -43,8 +43,7 @@ class PseudoGradient(Rule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        outer = self.default_outer() if self.outer is None else self.outer
-        object.__setattr__(self, "outer", outer.for_workers(int(self.workers)))
+        self._take_outer(self.default_outer() if self.outer is None else self.outer)
         count("delay", self.delay)
         if not (is_number(self.mixing) and 0 <= self.mixing < 1):
             raise ValueError(

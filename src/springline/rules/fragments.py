@@ -27,10 +27,11 @@ def fragment_of(sizes: Mapping[str, int], fragments: Fragments) -> dict[str, int
         return dict(zip(sizes, _even(list(sizes.values()), fragments), strict=True))
     found: dict[str, int] = {}
     for number, names in enumerate(fragments):
-        if isinstance(names, str):
+        if isinstance(names, str) or not isinstance(names, Sequence):
+            advice = f"; write [{names!r}]" if isinstance(names, str) else ""
             raise LayoutError(
-                f"`fragments` must be a number, or lists of names. Received: {names!r} in a list; "
-                f"write [{names!r}]."
+                f"`fragments` must be a number, or lists of names. Received: {names!r} in a "
+                f"list{advice}."
             )
         for name in names:
             mine = [n for n in sizes if n == name or n.startswith(f"{name.rstrip('.')}.")]

@@ -224,7 +224,7 @@ class SlowMomentum(_Optimizer):
         np.divide(g, η, out=then.c)
         np.multiply(now.state["momentum"], self.momentum, out=u)
         np.add(u, then.c, out=u)
-        np.multiply(u, self.rate(exchange.name, exchange.number) * η, out=then.c)
+        np.multiply(u, exchange.rate * η, out=then.c)
         np.subtract(now.c, then.c, out=then.c)
 
 

@@ -40,7 +40,8 @@ class Exchange:
         number: exchanges (rounds) before this one.
         count: messages that were reduced to one.
         staleness: exchanges of others since this worker's last.
-        rate: the learning rate of the step: what came with the message, else the optimizer's own.
+        rate: the learning rate of the step: the one that was sent, if the rule says so, else the
+            optimizer's own.
         sent: the learning rate that came with the message, if any: the worker's own.
         name: the parameter, where a block belongs to one.
     """
@@ -74,6 +75,8 @@ class Outer(ABC):
         super().__init_subclass__(**options)
         if "kind" not in cls.__dict__:
             cls.kind = cls.__name__
+        if "step" in cls.__dict__ and "step_in_place" not in cls.__dict__:
+            cls.step_in_place = Outer.step_in_place  # type: ignore[method-assign]
 
     def settings(self) -> dict[str, Any]:
         """What all workers must agree on, as JSON values; of a function its first values."""

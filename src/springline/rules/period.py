@@ -7,6 +7,7 @@ the step at which a period begins, and that step follows from the number of the 
 from __future__ import annotations
 
 import math
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
@@ -90,9 +91,11 @@ class QSR(Schedule):
 
     def __call__(self, step: int) -> int:
         """Return the period that begins at a step."""
+        left = self.steps - step
+        if left <= 1:
+            return 1
         peak, at = self._peak
         rate = peak if step < at else float(self.rate(step))
-        left = max(self.steps - step, 1)
         # No step is left for a longer one; a rate of 0 asks for all of them.
         longest = left if rate <= 0 else int(min((self.growth / rate) ** 2, left))
         return min(max(self.base, longest), left)
@@ -153,6 +156,8 @@ def described(period: Period, fragments: int) -> int | str:
     with suppress(Exception):  # it need not know of steps that are never made
         found.extend(gaps.before_round(number) for number in range(1, _COMPARED))
     runs = [(gap, len(list(same))) for gap, same in groupby(found)]
-    first = " ".join(f"{gap}×{times}" for gap, times in runs[:_SHOWN])
+    shown = " ".join(f"{gap}×{times}" for gap, times in runs[:_SHOWN])
+    if runs[_SHOWN:]:
+        shown += f" ... ({zlib.crc32(str(found).encode()):08x})"  # for those that differ later
     name = type(period).__name__ if isinstance(period, Schedule) else "schedule"
-    return f"{name}: {first}" + (" ..." if runs[_SHOWN:] else "")
+    return f"{name}: {shown}"

@@ -63,11 +63,23 @@ class Rule(ABC):
         at_least_one("workers", self.workers, "It is the number of workers of the run.")
         if not isinstance(self.fragments, Sequence) or isinstance(self.fragments, str):
             at_least_one("fragments", self.fragments, "Or give lists of parameters' names.")
+        elif not self.fragments:
+            raise SettingsError("`fragments` must not be empty. Leave it out for one fragment.")
         if not callable(self.period) and self.period % self.fragment_count:
             raise SettingsError(
                 f"`period` must be a multiple of the number of fragments, {self.fragment_count}: "
                 f"one is exchanged every period/fragments steps. Received: period={self.period}."
             )
+        if self._has_own_outer and self.outer is not None:
+            self._take_outer(self.outer)
+
+    @property
+    def _has_own_outer(self) -> bool:
+        """Whether the outer optimizer is a field, which the user chooses."""
+        return any(field.name == "outer" for field in fields(self))
+
+    def _take_outer(self, outer: Outer) -> None:
+        object.__setattr__(self, "outer", outer.for_workers(int(self.workers)))
 
     if TYPE_CHECKING:  # a field of some rules, a property of others
 
@@ -137,7 +149,7 @@ class Rule(ABC):
             settings["fragments"] = [list(names) for names in self.fragments]
         elif self.fragments > 1:
             settings["fragments"] = int(self.fragments)
-        if any(field.name == "outer" for field in fields(self)):
+        if self._has_own_outer:
             settings["outer"] = self.outer.settings()
         return settings
 

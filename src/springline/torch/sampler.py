@@ -71,9 +71,10 @@ class ResumableSampler(DistributedSampler[Any]):
         """Begin the next pass after so many batches of a `DataLoader`; their data is not read.
 
         Returns:
-            False if it cannot: a batch sampler of the user's own may take any number of samples.
+            False if it cannot: a batch sampler or loader of the user's own may take any number of
+            samples.
         """
-        sampler = loader.batch_sampler
+        sampler = getattr(loader, "batch_sampler", self)
         if sampler is not None and type(sampler) is not BatchSampler:
             return False
         self._start = batches * (1 if sampler is None else sampler.batch_size)
