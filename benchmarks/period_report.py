@@ -170,8 +170,9 @@ def _agreement(results: Results) -> Iterator[str]:
         yield ""
         yield (
             "The same run in lock-step and by `springline run`, each worker a process. In rounds "
-            "they are equal. Without, the result depends on the order in which workers exchange: "
-            "in lock-step they take turns, always; processes of a busy machine run in bursts."
+            "they are equal. Without, the order in which workers exchange differs: "
+            "in lock-step they take turns, always; real processes do not. That this is the cause of "
+            "the differences was not shown."
         )
         yield ""
         rows = (
