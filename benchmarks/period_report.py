@@ -171,8 +171,8 @@ def _agreement(results: Results) -> Iterator[str]:
         yield (
             "The same run in lock-step and by `springline run`, each worker a process. In rounds "
             "they are equal. Without, the order in which workers exchange differs: "
-            "in lock-step they take turns, always; real processes do not. That this is the cause of "
-            "the differences was not shown."
+            "in lock-step they take turns, always; real processes do not. That this is the cause "
+            "of the differences was not shown."
         )
         yield ""
         rows = (
