@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import tensorflow as tf
-from tf_cluster import GETTERS, INNERS, PERIODS, Model, Servers, close, wrap
+from tf_cluster import GETTERS, INNERS, PERIODS, Model, Servers, close, hook_of, wrap
 
 from marks import slow
 from springline.tensorflow import start
@@ -36,7 +36,7 @@ def averaged(model):
     return loss
 
 
-def session_of(model, chief, **options):
+def session_of(model, chief, more=(), **options):
     """A session that is told, or not, whether it is chief; the hook may know otherwise."""
     server = model.servers.servers["worker", model.worker]
     filters = ["/job:ps", f"/job:worker/task:{model.worker}"]
@@ -44,7 +44,7 @@ def session_of(model, chief, **options):
         return train.MonitoredTrainingSession(
             server.target,
             is_chief=chief,
-            hooks=[model.hook],
+            hooks=[model.hook, *more],
             config=v1.ConfigProto(device_filters=filters),
             log_step_count_steps=None,
             save_summaries_steps=None,
@@ -92,6 +92,29 @@ def test_a_moving_average_on_the_worker(rule, resource, saved, tmp_path):
         raw(model.session).run(model.update)
         x = model.values()["local"]["v"]
         close(raw(model.session).run(model.average), (center + x) / 2)
+
+
+@kinds
+@rules
+def test_a_moving_average_of_a_second_model(rule, resource):
+    """A generator beside its critic, each with a getter: the first hook sets both to the center."""
+    servers = Servers(1, 2)
+    options = {PERIODS[rule]: 100}
+    for k in range(2):
+        first = Model(servers, rule, k, 2, sgd, bowl, True, resource, **options)
+        device = first.getter.worker_device
+        setter = train.replica_device_setter(worker_device=device, cluster=servers.spec)
+        with first.graph.as_default(), v1.device(setter):
+            getter = GETTERS[rule](device)
+            with v1.variable_scope("second", custom_getter=getter, use_resource=resource):
+                w = v1.get_variable("w", [3], initializer=v1.random_normal_initializer())
+            opt = wrap(rule, sgd(), 2, getter, k, **options)
+            opt.minimize(tf.reduce_sum(tf.square(w)), first.global_step)
+            average = train.ExponentialMovingAverage(0.5)
+            average.apply([w])
+            first.session = session_of(first, k == 0, [hook_of(rule, opt, k)])
+            center, moving = getter.trio(w).center, average.average(w)
+        close(*first.session.run([moving, center]))
 
 
 @kinds

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 import tensorflow as tf
 
@@ -45,6 +46,8 @@ from springline.tensorflow.step import (
     step_counter,
 )
 from springline.tensorflow.wrapper import WrappingOptimizer
+
+_in_graphs: WeakValueDictionary[int, CenterOptimizer] = WeakValueDictionary()  # by id
 
 
 class CenterOptimizer(WrappingOptimizer):
@@ -89,6 +92,12 @@ class CenterOptimizer(WrappingOptimizer):
         self._local_step = step_counter(getter.worker_device)
         if not eager:
             self._note = StartNote(getter.worker_device, self._local_step.op.name)
+            _in_graphs[id(self)] = self
+
+    def of_this_graph(self) -> list[CenterOptimizer]:
+        """Return all optimizers of its graph, itself among them, in the order they were made."""
+        graph = self._local_step.graph
+        return [each for each in _in_graphs.values() if each._local_step.graph is graph]
 
     def apply_gradients(
         self, grads_and_vars: GradsAndVars, global_step: Any = None, name: str | None = None

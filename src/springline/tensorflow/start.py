@@ -31,21 +31,23 @@ PAUSE = 0.1
 class Start:
     """What a session runs to start, in the graph's collections.
 
-    What the script has put there by itself, or gives its `Scaffold`, is used instead.
+    What the script has put there by itself, or gives its `Scaffold`, is used instead. If the graph
+    has several optimizers, the first hook starts the session for all of them.
     """
 
     def __init__(self, optimizer: CenterOptimizer) -> None:
         keys, variables = v1.GraphKeys, v1.global_variables()
-        trios = optimizer._getter.trios()
+        all_ = optimizer.of_this_graph()
+        trios = [trio for each in all_ for trio in each._getter.trios()]
         centers = [trio.center for trio in trios]
-        shared = [*centers, *(optimizer.outer.variables() if optimizer.outer else [])]
+        shared = [*centers, *(v for each in all_ if each.outer for v in each.outer.variables())]
         own = _without(variables, shared)
         own = [v for v in own if not is_elsewhere(v.device, optimizer._getter.worker_device)]
         others = _without(variables, own)
         locals_ = {trio.local.op for trio in trios}
         late = [v for v in own if not locals_.isdisjoint(ancestors([v.initial_value]))]
         mark = Mark(optimizer)
-        self._init = optimizer._init_op()
+        self._init = [each._init_op() for each in all_]
         self._after = [initialize_new(own), mark.put()]
         self._joined = False
         if not v1.get_collection(keys.INIT_OP):
@@ -59,8 +61,8 @@ class Start:
         if not v1.get_collection(keys.READY_FOR_LOCAL_INIT_OP):
             v1.add_to_collection(keys.READY_FOR_LOCAL_INIT_OP, mark.missing(others))
         if own and not v1.get_collection(keys.READY_OP):
-            all_ = [*others, *v1.local_variables()]
-            v1.add_to_collection(keys.READY_OP, v1.report_uninitialized_variables(all_))
+            needed = [*others, *v1.local_variables()]
+            v1.add_to_collection(keys.READY_OP, v1.report_uninitialized_variables(needed))
 
     def join(self, session: Any) -> None:
         """Set the worker to the center, and then what may start from the worker's variables."""
