@@ -4,6 +4,7 @@ import logging
 
 import keras
 import numpy as np
+import pytest
 from keras_models import BACKEND, FOLDER, X, Y, arrays, fit, network, refused, same
 
 import springline
@@ -182,5 +183,8 @@ def check_stop():
             springline.stop()
 
     callback = front.ElasticAverage()
-    fit(network(), callback, Ask(), epochs=9)
+    with pytest.MonkeyPatch.context() as patch:  # for this check only
+        patch.setattr("springline.run._alone", {"stop": False})
+        fit(network(), callback, Ask(), epochs=9)
     assert callback.worker.local_step < 9 * 13
+    assert not springline.stopping()
