@@ -38,6 +38,11 @@ class System(NamedTuple):
     meets: str  # how its workers find each other: "alone", "group", "torchft" or "ray"
     overlap: bool = False
 
+    @property
+    def in_step(self) -> bool:
+        """Whether the losses are the same whatever the link: all wait for each other."""
+        return self.meets != "ray" and not self.overlap
+
 
 SYSTEMS = {
     system.name: system
@@ -47,8 +52,10 @@ SYSTEMS = {
         System("ddp", "DistributedDataParallel", "whole", "group"),
         System("postlocal", "torch PostLocalSGD", "average", "group"),
         System("torchft", "torchft DiLoCo", "diloco", "torchft"),
-        System("average", "springline averaging", "average", "group", overlap=True),
-        System("diloco", "springline DiLoCo", "diloco", "group", overlap=True),
+        System("average", "springline averaging", "average", "group"),
+        System("average_overlap", "springline averaging, overlap", "average", "group", True),
+        System("diloco", "springline DiLoCo", "diloco", "group"),
+        System("diloco_overlap", "springline DiLoCo, overlap", "diloco", "group", True),
         System("diloco_ray", "springline DiLoCo on Ray", "diloco", "ray", overlap=True),
         System("elastic", "springline elastic", "elastic", "ray", overlap=True),
         System("async_diloco", "springline asynchronous DiLoCo", "async_diloco", "ray", True),
@@ -235,5 +242,5 @@ WRAPS: dict[str, Wrap] = {
     "ddp": ddp,
     "postlocal": postlocal,
     "torchft": torchft,
-    **dict.fromkeys(("average", "diloco", "diloco_ray", "elastic", "async_diloco"), ours),
+    **{name: ours for name in SYSTEMS if SYSTEMS[name].title.startswith("springline")},
 }
