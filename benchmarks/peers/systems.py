@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +27,7 @@ from springline.torch import (
 )
 from springline.torch.optimizer import CenterOptimizer
 
+_OWN_NAME = 0x04000000  # CLONE_NEWUTS: the host name is this process's own from now on
 NOTICE = 30.0  # seconds after which a peer that does not answer counts as dead
 
 
@@ -158,6 +160,8 @@ def torchft(model: Any, opt: torch.optim.Optimizer, args: argparse.Namespace) ->
     from torchft.local_sgd import DiLoCo
 
     own = _address(args.lighthouse)
+    ctypes.CDLL(None).unshare(_OWN_NAME)
+    socket.sethostname(own)  # a worker that is back fetches a peer's state by this name
     store = dist.TCPStore(own, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
 
     def load(state: dict[str, Any]) -> None:
