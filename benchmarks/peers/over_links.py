@@ -25,9 +25,10 @@ from time_to_loss_runs import Results, load
 from time_to_loss_runs import Scale as Tuned
 
 FRACTIONS = (1.0, 1.5, 2.0)  # of the steps: how long a system may try to reach the loss of DDP
-TIMED = 60  # steps of DDP, whose losses are those of one process
+TIMED = 60  # steps at least, of a system whose losses are known, on a link; two periods at least
 COMPARED = [name for name, system in SYSTEMS.items() if system.meets != "alone"]
-COMPARED.remove("diloco_ray")  # it is for faults
+for unused in ("diloco_ray", "average_overlap"):  # they are for faults
+    COMPARED.remove(unused)
 
 FULL = Scale(
     steps=400,
@@ -36,6 +37,7 @@ FULL = Scale(
     periods={
         "average": (10, 50, 4),
         "diloco": (10, 50),
+        "diloco_overlap": (50,),
         "elastic": (4, 10),
         "async_diloco": (10, 50),
     },
@@ -65,17 +67,58 @@ class Plan:
         setting = best_setting(tuned, system, None)
         return case_of(system, setting, tuned.rate(setting), workers, "", scale.steps, seed=seed)
 
-    def timed(self, workers: int, link: str, scale: Scale) -> Case:
-        """Return the run that times DDP's steps."""
-        of_whole = self.reference("whole", workers, scale, scale.seeds[0])
-        stop_at = min(TIMED, scale.steps)
-        return of_whole._replace(system="ddp", link=link, stop_at=stop_at)
+    def ddp_case(self, workers: int, link: str, scale: Scale, seed: int) -> Case:
+        """Return DDP's run."""
+        return self.reference("whole", workers, scale, seed)._replace(system="ddp", link=link)
+
+    def outcome(self, records: Records, case: Case) -> Outcome | None:
+        """Return what came of a run, if that is known.
+
+        Of systems whose workers wait for each other: the losses of any run of the same rule and
+        settings, at the pace that was timed on the link.
+        """
+        if not SYSTEMS[case.system].in_step or not case.link:
+            return records.runs.get(case)
+        curve = self._same_losses(records, case)
+        timed = records.runs.get(self._timed(records.scale, case))
+        if curve is None or timed is None:
+            return None
+        made = self._timed(records.scale, case).stop_at
+        step, sent = timed.wall / made, timed.sent[-1] / made
+        count = len(curve.losses)
+        steps = [case.steps * (k + 1) / count for k in range(count)]
+        wall = step * case.steps
+        seconds, bytes_sent = [step * n for n in steps], [sent * n for n in steps]
+        return Outcome(seconds, bytes_sent, curve.losses, wall, wall, 0.0, 0.0)
+
+    def _timed(self, scale: Scale, case: Case) -> Case:
+        """Return the run that times a system's steps on a link."""
+        stop_at = min(max(TIMED, 2 * case.period), scale.steps)
+        return case._replace(steps=scale.steps, seed=scale.seeds[0], stop_at=stop_at)
+
+    def _same_losses(self, records: Records, case: Case) -> Outcome | None:
+        def essence(case: Case) -> tuple[object, ...]:
+            return (SYSTEMS[case.system].rule, *case._replace(system="", link=""))
+
+        for other, outcome in records.runs.items():
+            if SYSTEMS[other.system].in_step and essence(other) == essence(case):
+                return outcome
+        return None
+
+    def _missing(self, records: Records, case: Case) -> Iterator[Case]:
+        """Yield the runs that are to be made before the outcome of a run is known."""
+        if not SYSTEMS[case.system].in_step or not case.link:
+            yield case
+            return
+        if self._same_losses(records, case) is None:
+            yield case
+        yield self._timed(records.scale, case)
 
     def candidates(self, system: str, workers: int, link: str, scale: Scale) -> list[Case]:
         """Return a system's runs with all steps, the first seed and each period."""
         tuned, rule = self.tuned[workers], SYSTEMS[system].rule
         found = []
-        for period in scale.periods[rule]:
+        for period in scale.periods.get(system, scale.periods.get(rule, ())):
             setting = best_setting(tuned, rule, period)
             about = setting, tuned.rate(setting), workers, link, scale.steps
             found.append(case_of(system, *about, seed=scale.seeds[0]))
@@ -102,7 +145,8 @@ class Plan:
                     yield self.reference(system, workers, scale, seed)
             for workers, link in everything:
                 if seed == scale.seeds[0]:
-                    yield self.timed(workers, link, scale)
+                    ddp = self.ddp_case(workers, link, scale, seed)
+                    yield from self._missing(records, ddp)
                 for system in self.systems[1:]:
                     if seed == scale.seeds[0]:
                         yield from self._ladders(records, system, workers, link)
@@ -114,14 +158,22 @@ class Plan:
         scale = records.scale
         target = records.runs[self.reference("whole", workers, scale, scale.seeds[0])].final
         candidates = self.candidates(system, workers, link, scale)
-        yield from candidates
+        walls = []
+        for case in candidates:
+            yield from self._missing(records, case)
+            walls.append(self._known(records, case).wall)
         shortest = math.inf
         for fraction in FRACTIONS:
-            for first in candidates:
+            for first, wall in zip(candidates, walls, strict=True):
                 case = first._replace(steps=round(fraction * scale.steps))
-                if fraction * records.runs[first].wall < shortest:
-                    yield case
-                    shortest = min(shortest, records.runs[case].reached(target))
+                if fraction * wall < shortest:
+                    yield from self._missing(records, case)
+                    shortest = min(shortest, self._known(records, case).reached(target))
+
+    def _known(self, records: Records, case: Case) -> Outcome:
+        outcome = self.outcome(records, case)
+        assert outcome is not None, f"not made yet: {case.what}"
+        return outcome
 
     def _repeated(
         self, records: Records, system: str, workers: int, link: str, seed: int
@@ -129,38 +181,28 @@ class Plan:
         """Make the quoted runs with another seed."""
         best = self.best(records, system, workers, link)
         if best:
-            yield best._replace(seed=seed, steps=records.scale.steps)
-            yield best._replace(seed=seed)
+            for steps in {records.scale.steps, best.steps}:
+                yield from self._missing(records, best._replace(seed=seed, steps=steps))
 
     def best(self, records: Records, system: str, workers: int, link: str) -> Case | None:
         """Return the run that was first at DDP's loss; if none was, that with the lowest loss."""
         scale = records.scale
         target = records.runs[self.reference("whole", workers, scale, scale.seeds[0])].final
-        made = [
-            case
-            for case in records.runs
-            if (case.system, case.workers, case.link) == (system, workers, link)
-            and case.seed == scale.seeds[0]
-        ]
+        if system == "ddp":
+            ddp = self.ddp_case(workers, link, scale, scale.seeds[0])
+            return ddp if self.outcome(records, ddp) else None
+        made = {
+            case: outcome
+            for first in self.candidates(system, workers, link, scale)
+            for fraction in FRACTIONS
+            for case in [first._replace(steps=round(fraction * scale.steps))]
+            if (outcome := self.outcome(records, case))
+        }
 
         def order(case: Case) -> tuple[float, float]:
-            return records.runs[case].reached(target), records.runs[case].final
+            return made[case].reached(target), made[case].final
 
         return min(made, key=order, default=None)
-
-    def ddp(self, records: Records, workers: int, link: str, seed: int) -> Outcome:
-        """Return DDP's run: the losses of one process, at the pace that was timed on the link."""
-        scale = records.scale
-        whole = records.runs[self.reference("whole", workers, scale, seed)]
-        timed = self.timed(workers, link, scale)
-        step = records.runs[timed].wall / timed.stop_at
-        sent = records.runs[timed].sent[-1] / timed.stop_at
-        count = len(whole.losses)
-        steps = [min(scale.steps, (k + 1) * (scale.steps // count)) for k in range(count)]
-        steps[-1] = scale.steps
-        wall = step * scale.steps
-        seconds, bytes_sent = [step * n for n in steps], [sent * n for n in steps]
-        return Outcome(seconds, bytes_sent, whole.losses, wall, wall, 0.0, 0.0)
 
 
 def tuned_for(quick: bool, workers: int | None) -> dict[int, Results]:

@@ -12,7 +12,7 @@ import matplotlib as mpl
 from campaign import LINKS, Records
 from matplotlib.figure import Figure
 from pages import markdown
-from races import Case, Outcome
+from races import Case
 from systems import SYSTEMS
 
 if TYPE_CHECKING:
@@ -24,7 +24,9 @@ COLOURS = {
     "postlocal": "#999999",
     "torchft": "#c8553d",
     "average": "#2a9d6f",
+    "average_overlap": "#8fd0b4",
     "diloco": "#1f6fb2",
+    "diloco_overlap": "#7fd1e8",
     "diloco_ray": "#6fa8dc",
     "elastic": "#e0a100",
     "async_diloco": "#8a5fb5",
@@ -55,20 +57,23 @@ def row_of(plan: Plan, records: Records, where: Where, system: str) -> Row | Non
     row = Row(system, case, [], [], [], [], [], [])
     for seed in scale.seeds:
         references = [plan.reference(name, workers, scale, seed) for name in ("alone", "whole")]
-        run = records.runs.get(case._replace(seed=seed))
-        first = records.runs.get(case._replace(seed=seed, steps=scale.steps))
-        if system == "ddp" and references[1] in records.runs:
-            run = first = plan.ddp(records, workers, link, seed)
-        if run is None or first is None or not all(r in records.runs for r in references):
+        run = plan.outcome(records, case._replace(seed=seed))
+        first = plan.outcome(records, case._replace(seed=seed, steps=scale.steps))
+        ddp = plan.outcome(records, plan.ddp_case(workers, link, scale, seed))
+        if (
+            ddp is None
+            or run is None
+            or first is None
+            or not all(r in records.runs for r in references)
+        ):
             continue
         alone, whole = (records.runs[reference].final for reference in references)
         target = whole * (1 + 1e-9)  # reached by the very run that it is of
-        steps = scale.steps if system == "ddp" else case.steps
-        row.step.append(run.others / steps)
+        row.step.append(run.others / case.steps)
         row.final.append(first.final)
         row.alone.append(min(run.reached(alone), first.reached(alone)))
         row.whole.append(run.reached(target))
-        row.ratio.append(run.reached(target) / plan.ddp(records, workers, link, seed).wall)
+        row.ratio.append(run.reached(target) / ddp.wall)
         row.sent.append(run.reached(target, "sent"))
     return row if row.final else None
 
@@ -144,13 +149,14 @@ every period of the sweep, for {steps} steps and, where that does not reach the 
 `DistributedDataParallel`, for 1.5 and 2 times as many, with a schedule as long. The row has the run
 that was first there. Seeds: {seeds}; times are medians, with all values behind them.
 
-`DistributedDataParallel` computes what one process does with the batches of all: the losses are
-those of such a process, after the time that 60 of its steps take on the link, for all steps.
-springline's run with `overlap=True`, which keeps the steps that are made meanwhile; PostLocalSGD
-has nothing of the kind, and torchft's DiLoCo, which drops them, runs without a delay. Averaging and
-DiLoCo have a process group as the center, the asynchronous ones a center on Ray, on a host of its
-own. torchft has a lighthouse, one replica group for each worker, gloo and one bucket; PostLocalSGD
-averages without a warm-up of gradients, which would cost it time here."""
+Where workers wait for each other, the losses do not depend on the link: they are those of one run
+of the rule with the same settings (for `DistributedDataParallel` of one process with the batches of
+all), at the pace that 60 steps and two periods of each system were timed at on the link. Runs with
+`overlap=True`, which exchange in the background and keep the steps that are made meanwhile, and the
+asynchronous ones are whole runs on the link. Averaging and DiLoCo have a process group as the
+center, the asynchronous ones a center on Ray, on a host of its own.
+torchft has a lighthouse, one replica group for each worker, gloo and one bucket, and no delay.
+PostLocalSGD averages without a warm-up of gradients, which would cost it time here."""
 
 
 def _models(records: Records) -> Iterator[str]:
@@ -232,12 +238,11 @@ def draw(plan: Plan, records: Records, out: Path) -> None:
 
 
 def _draw_place(plan: Plan, records: Records, where: Where, left: Any, right: Any) -> None:
-    scale, (workers, link) = records.scale, where
-    seed, target, highest = scale.seeds[0], math.nan, 0.0
+    link = where[1]
+    target, highest = math.nan, 0.0
     for row in rows_at(plan, records, where):
-        run: Outcome | None = records.runs.get(row.case)
-        if row.system == "ddp":
-            run = plan.ddp(records, workers, link, seed)
+        run = plan.outcome(records, row.case)
+        if row.system == "ddp" and run:
             target, highest = run.final, max(highest, run.losses[len(run.losses) // 6])
         if run:
             style = {"color": COLOURS[row.system], "linewidth": 1.4}

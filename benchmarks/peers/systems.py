@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +27,7 @@ from springline.torch import (
 )
 from springline.torch.optimizer import CenterOptimizer
 
+_OWN_NAME = 0x04000000  # CLONE_NEWUTS: the host name is this process's own from now on
 NOTICE = 30.0  # seconds after which a peer that does not answer counts as dead
 
 
@@ -38,6 +40,11 @@ class System(NamedTuple):
     meets: str  # how its workers find each other: "alone", "group", "torchft" or "ray"
     overlap: bool = False
 
+    @property
+    def in_step(self) -> bool:
+        """Whether the losses are the same whatever the link: all wait for each other."""
+        return self.meets != "ray" and not self.overlap
+
 
 SYSTEMS = {
     system.name: system
@@ -47,8 +54,10 @@ SYSTEMS = {
         System("ddp", "DistributedDataParallel", "whole", "group"),
         System("postlocal", "torch PostLocalSGD", "average", "group"),
         System("torchft", "torchft DiLoCo", "diloco", "torchft"),
-        System("average", "springline averaging", "average", "group", overlap=True),
-        System("diloco", "springline DiLoCo", "diloco", "group", overlap=True),
+        System("average", "springline averaging", "average", "group"),
+        System("average_overlap", "springline averaging, overlap", "average", "group", True),
+        System("diloco", "springline DiLoCo", "diloco", "group"),
+        System("diloco_overlap", "springline DiLoCo, overlap", "diloco", "group", True),
         System("diloco_ray", "springline DiLoCo on Ray", "diloco", "ray", overlap=True),
         System("elastic", "springline elastic", "elastic", "ray", overlap=True),
         System("async_diloco", "springline asynchronous DiLoCo", "async_diloco", "ray", True),
@@ -151,6 +160,8 @@ def torchft(model: Any, opt: torch.optim.Optimizer, args: argparse.Namespace) ->
     from torchft.local_sgd import DiLoCo
 
     own = _address(args.lighthouse)
+    ctypes.CDLL(None).unshare(_OWN_NAME)
+    socket.sethostname(own)  # a worker that is back fetches a peer's state by this name
     store = dist.TCPStore(own, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
 
     def load(state: dict[str, Any]) -> None:
@@ -235,5 +246,5 @@ WRAPS: dict[str, Wrap] = {
     "ddp": ddp,
     "postlocal": postlocal,
     "torchft": torchft,
-    **dict.fromkeys(("average", "diloco", "diloco_ray", "elastic", "async_diloco"), ours),
+    **{name: ours for name in SYSTEMS if SYSTEMS[name].title.startswith("springline")},
 }
