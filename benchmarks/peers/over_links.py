@@ -84,12 +84,11 @@ class Plan:
         if curve is None or timed is None:
             return None
         made = self._timed(records.scale, case).stop_at
-        step, sent = timed.wall / made, timed.sent[-1] / made
         count = len(curve.losses)
         steps = [case.steps * (k + 1) / count for k in range(count)]
-        wall = step * case.steps
-        seconds, bytes_sent = [step * n for n in steps], [sent * n for n in steps]
-        return Outcome(seconds, bytes_sent, curve.losses, wall, wall, 0.0, 0.0)
+        seconds = [_along(timed.seconds, made, n) for n in steps]
+        sent = [_along(timed.sent, made, n) for n in steps]
+        return Outcome(seconds, sent, curve.losses, seconds[-1], seconds[-1], 0.0, 0.0)
 
     def _timed(self, scale: Scale, case: Case) -> Case:
         """Return the run that times a system's steps on a link."""
@@ -203,6 +202,17 @@ class Plan:
             return made[case].reached(target), made[case].final
 
         return min(made, key=order, default=None)
+
+
+def _along(values: list[float], last: int, step: float) -> float:
+    """Return a figure at a step, of those at even distances up to the last: on a line.
+
+    The line is through the first and the last, so that what is spent once counts once.
+    """
+    if len(values) == 1:
+        return values[0] * step / last
+    first = last / len(values)
+    return values[0] + (values[-1] - values[0]) * (step - first) / (last - first)
 
 
 def tuned_for(quick: bool, workers: int | None) -> dict[int, Results]:

@@ -104,8 +104,11 @@ def train(args: argparse.Namespace) -> Copies:
                 note(step + 1)
             if step + 1 >= args.steps // 3 and not (folder / f"third-{rank}").exists():
                 (folder / f"third-{rank}").touch()
+        if args.stop_at:  # only the steps are timed
+            note(step + 1)
         wrapped.end()
-        note(step + 1)
+        if not args.stop_at:
+            note(step + 1)
     return copies
 
 
