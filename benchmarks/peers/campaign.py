@@ -78,6 +78,11 @@ class Records:
         """Minutes of all runs."""
         return sum(outcome.spent for outcome in self.runs.values()) / 60
 
+    def seeds(self) -> str:
+        """Name the seeds of the runs."""
+        found = sorted({case.seed for case in self.runs})
+        return f"seed {found[0]}" if len(found) == 1 else f"seeds {', '.join(map(str, found))}"
+
     def facts(self) -> str:
         """Say what was measured with, and how busy the machine was."""
         loads = sorted(outcome.load for outcome in self.runs.values())

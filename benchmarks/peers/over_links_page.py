@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import matplotlib as mpl
 from campaign import LINKS, Records
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 from pages import markdown
 from races import Case
 from systems import SYSTEMS
@@ -100,8 +101,8 @@ def page(plan: Plan, records: Records, command: str) -> str:
         "",
         *(f"- {_verdict(where, rows)}" for where, rows in tables.items()),
         "",
-        _READING.format(steps=scale.steps, seeds=", ".join(map(str, scale.seeds))),
-        *_models(records),
+        _READING.format(steps=scale.steps, seeds=records.seeds()),
+        *_models(plan, records),
         "",
     ]
     for workers in plan.tuned:
@@ -147,7 +148,8 @@ that period, in one sweep for all: docs/time-to-loss.jsonl for two workers, docs
 for four. PostLocalSGD has those of averaging, torchft those of DiLoCo. Each system is run with
 every period of the sweep, for {steps} steps and, where that does not reach the loss of
 `DistributedDataParallel`, for 1.5 and 2 times as many, with a schedule as long. The row has the run
-that was first there. Seeds: {seeds}; times are medians, with all values behind them.
+that was first there. Of {seeds}; with several, times are
+medians, with all values behind them.
 
 Where workers wait for each other, the losses do not depend on the link: they are those of one run
 of the rule with the same settings (for `DistributedDataParallel` of one process with the batches of
@@ -159,8 +161,9 @@ torchft has a lighthouse, one replica group for each worker, gloo and one bucket
 PostLocalSGD averages without a warm-up of gradients, which would cost it time here."""
 
 
-def _models(records: Records) -> Iterator[str]:
-    for workers, model in records.scale.models.items():
+def _models(plan: Plan, records: Records) -> Iterator[str]:
+    for workers in plan.tuned:
+        model = records.scale.models[workers]
         sizes = model.sizes
         yield (
             f"{workers} workers: {sizes['layers']} layers, width {sizes['width']}, batch "
@@ -253,5 +256,7 @@ def _draw_place(plan: Plan, records: Records, where: Where, left: Any, right: An
         panel.axhline(target, color="#444444", linewidth=0.8, linestyle="--")
         panel.set(title=link, xlabel=words, ylabel="nats per character", xscale="log")
         panel.grid(color="#e4e4e4", linewidth=0.8)
+        panel.set_xlim(left=panel.get_xlim()[1] / 60)
+        panel.xaxis.set_minor_formatter(NullFormatter())
         if math.isfinite(highest) and highest > 0:
             panel.set_ylim(top=highest)

@@ -86,8 +86,8 @@ def page(plan: Plan, records: Records, command: str) -> str:
         "",
         f"Two workers make {scale.steps} steps each, of {1e3 * seconds:.0f} ms at least, with the "
         f"GPT of `examples/shakespeare.py` ({sizes['layers']} layers, width {sizes['width']}), "
-        "over a link of 1 Gbit/s with 1 ms. Figures are medians over the seeds "
-        f"{', '.join(map(str, scale.seeds))}.",
+        "over a link of 1 Gbit/s with 1 ms. Figures are of "
+        f"{records.seeds()}; with several, medians.",
         "",
         _READING,
         "",
