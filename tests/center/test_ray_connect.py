@@ -35,7 +35,9 @@ def test_where_nobody_listens_is_no_cluster(address, monkeypatch):
     with pytest.raises(CenterError, match=f"There is no Ray cluster at {address}. Start one"):
         connect(address)
     monkeypatch.setenv("RAY_ADDRESS", address)
-    with pytest.raises(CenterError, match=f"There is no Ray cluster at {address}, which Ray takes"):
+    with pytest.raises(
+        CenterError, match=f"There is no Ray cluster at {address}, the last one that Ray knows"
+    ):
         connect("auto")
 
 
@@ -45,7 +47,7 @@ def test_what_ray_cannot_join_is_said_with_its_reason(init, listening, caplog, m
         connect(listening)
     assert not caplog.messages
     monkeypatch.setenv("RAY_ADDRESS", listening)
-    with pytest.raises(CenterError, match=f"There is no Ray cluster at {listening}, which"):
+    with pytest.raises(CenterError, match=f"There is no Ray cluster at {listening}, the last one"):
         connect("auto")
 
 

@@ -175,7 +175,8 @@ def contribute_and_wait(pipe, directory, rule):
     worker = Worker(SMALL, rule, directory, 1, synchronous=False, overlap=overlap)
     worker.begin()
     worker.parameters["v"][:] -= 3
-    worker.local_step += 3  # a step counts as the fourth
+    worker.step()
+    worker.local_step += 2  # the next step counts as the fourth
     worker.step()
     pipe.send("on its way")
     pipe.recv()

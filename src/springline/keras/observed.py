@@ -204,7 +204,7 @@ def outer_like(optimizer: Any) -> Outer:
     """Return an optimizer for the center, of the same kind and settings as one of Keras'."""
     kind, settings = type(optimizer).__name__, optimizer.get_config()
     more = [name for name in _FOR_THE_CENTER if settings.get(name)]
-    rate = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+    rate = float(optimizer.learning_rate)
     if kind == "Adam" and not more:
         return Adam(rate, settings["beta_1"], settings["beta_2"], settings["epsilon"])
     if kind == "SGD" and not more:
