@@ -34,6 +34,7 @@ def test_a_worker_is_killed_and_both_losses_are_compared(tmp_path):
         assert image.width > 500
 
 
+@pytest.mark.slow
 def test_a_recording_ends_with_all_workers_finished(tmp_path):
     path = tmp_path / "kill.svg"
     run(
