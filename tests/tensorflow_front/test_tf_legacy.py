@@ -25,9 +25,15 @@ for resource in (None, True):
     def build(model):
         made = [v1.get_variable(f"v{k}", initializer=float(k)) for k in range(2)]
         assert hasattr(made[0], "handle") == bool(resource)
+        model.moving = v1.get_variable("moving", initializer=0.0, trainable=False)
+        v1.add_to_collection(v1.GraphKeys.UPDATE_OPS, model.moving.assign_add(1.0))
         return [(tf.constant(-1.0), v) for v in made]
 
-    options = {PERIODS[rule]: 2} | ({"moving_rate": 0.5} if rule == "elastic" else {})
+    def update_ops():
+        return tf.control_dependencies(v1.get_collection(v1.GraphKeys.UPDATE_OPS))
+
+    options = {PERIODS[rule]: 2, "scope": update_ops}
+    options |= ({"moving_rate": 0.5} if rule == "elastic" else {})
     inner = lambda: INNERS["sgd"](1.0)
     model = Model(Servers(1, 1), rule, 0, 1, inner, build, hook, resource=resource, **options)
     model.start()

@@ -139,7 +139,8 @@ class CenterOptimizer(WrappingOptimizer):
             self._build(shards, f"{self.get_name()}/{trios[0].center.op.name}")
             with tf.control_dependencies(None), self._fed() as feeds:
                 exchange = self._own_run(shards)
-            with tf.control_dependencies([count]):
+            # Free of what `apply_gradients` was called under: `count` comes after all of that.
+            with tf.control_dependencies(None), tf.control_dependencies([count]):
                 due = tf.equal(count % self._period, 0)
                 exchanged = exchange_if(due, shards, self._exchange, self._reach, self._note)
             self._steps.append(Step(count, exchanged, exchange, feeds))
