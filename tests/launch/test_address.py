@@ -54,7 +54,7 @@ def test_a_run_on_a_cluster_whose_worker_is_killed(train, command, run, tmp_path
     token = read_token(run.path)
     assert (run.path / "token").stat().st_mode & 0o777 == 0o600
     with RayCenter.open(center_name(run.path), token=token) as center:
-        assert center.members() == [0, 1]
+        wait_for(lambda: center.members() == [0, 1], PATIENCE)  # the restarted one joins
     with pytest.raises(TokenError, match=r"`token=read_token\(RUN\)`"):
         RayCenter.open(center_name(run.path))
 
