@@ -22,8 +22,7 @@ from springline.launch.directory import RUNS, LaunchError, find_run, is_at_work,
 from springline.launch.export import export as export_center
 from springline.launch.launcher import Launcher
 from springline.launch.program import Program
-from springline.launch.request import ClusterRequest
-from springline.launch.restarts import RestartPolicy
+from springline.launch.request import ClusterRequest, RestartPolicy
 
 app = typer.Typer(
     name="springline",

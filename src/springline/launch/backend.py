@@ -50,8 +50,12 @@ class Backend:
     def tick(self) -> None:
         """Do periodic work; called several times a second."""
 
-    def gone(self, worker: Task, stopping: bool) -> None:
-        """Handle a worker that has ended or was lost, perhaps because all were stopped."""
+    def gone(self, worker: Task) -> None:
+        """Handle a worker that has ended or was lost."""
+
+    def hopeless(self) -> str | None:
+        """Return why no restart of a worker helps, if so."""
+        return None
 
     def finish_others(self) -> bool:
         """Write the final centers but the run's own, if it has others; whether all are whole."""
@@ -150,20 +154,6 @@ def _hold() -> socket.socket:
     return held
 
 
-def connect(address: str) -> None:
-    """Connect to a Ray cluster.
-
-    Raises:
-        LaunchError: there is none, or Ray is not installed.
-    """
-    try:
-        from springline.center.ray import connect as connect_to
-
-        connect_to(address)
-    except (CenterError, ImportError) as error:
-        raise LaunchError(str(error)) from error
-
-
 def choose_backend(
     claim: RunDirectory,
     program: Program,
@@ -197,6 +187,7 @@ def choose_backend(
             f"The run in {directory} has {len(before.workers)} workers, for good. Received: "
             f"--workers {workers}. Leave it out, or start a new run."
         )
+    asked.check(ps)
     if start_from:
         check_first_file(start_from, asked.address, ps)
         if claim.configured_workers() is not None:
@@ -210,8 +201,12 @@ def choose_backend(
         others = OtherKeepers(claim, say)
         local = LocalBackend(program, directory, workers, ps or 0, keeper, others, start_from)
         return local, asked
-    asked.check(ps)
-    connect(asked.address)
+    try:
+        from springline.center.ray import connect
+
+        connect(asked.address)
+    except (CenterError, ImportError) as error:
+        raise LaunchError(str(error)) from error
     from springline.launch.ray_backend import RayBackend, connect_with, room  # Ray is there
 
     if asked.working_dir:
