@@ -10,7 +10,9 @@ import typer
 _CLUSTER = "Many machines"
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")]
-RunsArgument = Annotated[Path, typer.Argument(metavar="DIR", help="Where runs are, or one run.")]
+RunsArgument = Annotated[
+    Path, typer.Argument(metavar="DIR", help="A directory of runs, or one run.")
+]
 
 # Of `springline run`.
 Script = Annotated[
@@ -47,21 +49,21 @@ MaxRestarts = Annotated[
     int,
     typer.Option(
         metavar="K",
-        help="Restarts per worker within the window; the run ends when a worker dies once "
-        "more. -1: no limit.",
+        help="Restarts per worker within the window; when a worker dies once more, the run ends. "
+        "-1: no limit.",
     ),
 ]
 RestartWindow = Annotated[
     float,
-    typer.Option(metavar="SECONDS", help="Restarts that are older than this do not count."),
+    typer.Option(metavar="SECONDS", help="Older restarts do not count."),
 ]
 StartFrom = Annotated[
     Path | None,
     typer.Option(
         "--from",
         metavar="FILE",
-        help="Begin a new run's center with this safetensors file, which has the model's "
-        "names. All workers take it, whatever they load.",
+        help="Start a new run's center from this safetensors file, which has the model's own "
+        "names. It overrides what the workers load.",
     ),
 ]
 Yes = Annotated[
@@ -89,9 +91,9 @@ Storage = Annotated[
     str | None,
     typer.Option(
         help="Where the center's shards keep checkpoints: a directory that all machines see, "
-        "by default in the run's, or an fsspec URL; each run has its own directory below it. "
-        "`none` for no checkpoints.",
-        metavar="PLACE",
+        "or an fsspec URL; each run has a subdirectory of its own. By default it is in the run's "
+        "directory. `none`: no checkpoints.",
+        metavar="DIR",
         rich_help_panel=_CLUSTER,
     ),
 ]
@@ -106,7 +108,7 @@ Gpus = Annotated[
 WorkingDirectory = Annotated[
     Path | None,
     typer.Option(
-        help="Directory to copy to every machine, but for runs/; SCRIPT runs from there.",
+        help="Directory to copy to every machine, except runs/; SCRIPT runs from there.",
         metavar="DIR",
         rich_help_panel=_CLUSTER,
     ),

@@ -337,6 +337,6 @@ def test_bad_lines_of_metrics_are_skipped_and_counted(runs, readers):
         console = Console(file=io.StringIO(), width=300)
         with Screen(runs / "live", console, live=False):
             pass
-        assert "8 bad lines of metrics left out" in console.file.getvalue()
+        assert "8 bad lines of metrics skipped" in console.file.getvalue()
     finally:
         repair(runs / name, whole)

@@ -224,9 +224,9 @@ def test_a_center_that_has_left_the_cluster_is_in_its_storage(serve, tmp_path, m
         keeper.start()
         keeper._look()
     monkeypatch.setattr(ray_keeper, "open_center", lambda cluster: None)
-    with pytest.raises(CenterError, match=rf"any more, but in {storage}: `springline export`"):
+    with pytest.raises(CenterError, match=rf"the cluster, but in {storage}: `springline export`"):
         kept.finish()
-    with pytest.raises(CenterError, match="not on the cluster any more, and was kept nowhere"):
+    with pytest.raises(CenterError, match="no longer on the cluster, and it had no storage"):
         unkept.finish()
 
 

@@ -25,7 +25,7 @@ def test_what_was_not_said_is_as_in_the_last_launch(tmp_path):
     ("before", "now", "sentence"),
     [
         ({"storage": "/shared"}, {"storage": "/other"}, "started with `--storage /shared`"),
-        ({}, {"storage": "/other"}, "started without `--storage`, for good"),
+        ({}, {"storage": "/other"}, "started without `--storage`, which is fixed"),
         ({"shards": 2}, {"shards": 3}, "Received: `--center-shards 3`"),
     ],
 )

@@ -158,7 +158,7 @@ def test_a_finished_run_goes_on(train, command, run):
     assert [worker.restarts for worker in run.state.workers] == [0, 0, 0]
     refused = command("run", "--run", run.path, "--workers", 2, TRAINING, "average", 40, 0)
     assert refused.process.returncode == 2
-    assert "has 3 workers, for good. Received: --workers 2" in refused.output
+    assert "has 3 workers, which is fixed. Received: --workers 2" in refused.output
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ def choose_backend(
         workers = len(before.workers)
     if before and before.ps and ps and workers != len(before.workers):
         raise LaunchError(
-            f"The run in {directory} has {len(before.workers)} workers, for good. Received: "
+            f"The run in {directory} has {len(before.workers)} workers, which is fixed. Received: "
             f"--workers {workers}. Leave it out, or start a new run."
         )
     asked.check(ps)
@@ -222,7 +222,7 @@ def _number(claim: RunDirectory, workers: int | None, default: int) -> int:
         return configured or default
     if configured not in (None, workers):
         raise LaunchError(
-            f"The run in {claim.path} has {configured} workers, for good. Received: "
+            f"The run in {claim.path} has {configured} workers, which is fixed. Received: "
             f"--workers {workers}. Leave it out, or start a new run."
         )
     return workers

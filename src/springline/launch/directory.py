@@ -128,8 +128,8 @@ class RunDirectory:
         while members := _members(self.path / CENTER):
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"Workers without a launcher are at work in {self.path}: ranks {members}. "
-                    "End them first."
+                    f"Workers that no launcher started are running in {self.path}: ranks "
+                    f"{members}. End them first."
                 )
             time.sleep(0.05)
 

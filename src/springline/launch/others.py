@@ -44,7 +44,7 @@ class OtherKeepers:
         """Write the final centers when all workers are gone.
 
         Returns:
-            Whether all are written and whole; it is said which are not.
+            Whether all are written and whole; what is not is reported.
         """
         whole = True
         try:
@@ -56,7 +56,7 @@ class OtherKeepers:
             try:
                 if final := keeper.finish():
                     version = "" if keeper.version is None else f" (version {keeper.version:,})"
-                    self._say(f"{name}: it is in {short(final)}{version}.")
+                    self._say(f"{name} is in {short(final)}{version}.")
             except (CenterError, OSError) as error:
                 whole = False
                 self._say(f"{name}: {error}")

@@ -108,7 +108,7 @@ class RayBackend(Backend):
         if self._is_cut_off():
             return "This machine has left the cluster (its Ray node has died)"
         if not self.resumable and self._center.is_lost():
-            return "A part of the center has died, too, and is kept nowhere (`--storage none`)"
+            return "A shard of the center has died, too, and has no checkpoint (`--storage none`)"
         return None
 
     def finish(self, hurried: Callable[[], bool]) -> Path | None:

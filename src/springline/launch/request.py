@@ -91,8 +91,8 @@ class ClusterRequest(Asked):
                 option, was = _OPTIONS[name], asked.get(name)
                 how = f"without `{option}`" if was is None else f"with `{option} {was}`"
                 raise LaunchError(
-                    f"The run in {directory} was started {how}, for good. Received: `{option} "
-                    f"{given[name]}`. Leave it out, or start a new run."
+                    f"The run in {directory} was started {how}, which is fixed. Received: "
+                    f"`{option} {given[name]}`. Leave it out, or start a new run."
                 )
         return ClusterRequest(**{**asked, **given})
 
