@@ -24,7 +24,7 @@ from springline.launch import ray_keeper
 from springline.launch.directory import LaunchError
 from springline.launch.keeper import storage_of
 from springline.launch.ray_keeper import RayKeeper, center_name, check_center
-from springline.launch_state import CenterStatus, LaunchState
+from springline.launch_state import Asked, CenterStatus, LaunchState
 from springline.rules import SGD
 
 RULE = ElasticAverage(workers=2)
@@ -54,7 +54,7 @@ def test_a_run_keeps_the_name_of_its_center_when_it_is_moved(tmp_path):
     run.mkdir()
     LaunchState("train.py", [], 0.0, 1).write(run)  # on this machine alone
     name = center_name(run)
-    LaunchState("train.py", [], 0.0, 1, cluster={}, center=name).write(run)
+    LaunchState("train.py", [], 0.0, 1, cluster=Asked(), center=name).write(run)
     run.rename(moved)
     assert center_name(moved) == name
 

@@ -24,8 +24,8 @@ from springline.run import REPORT, Run
 from springline.signals import noted
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that ask a launcher to stop
-_LOOK = 0.1  # seconds between two looks at the workers
-_PAUSE = 0.5  # seconds before a dead worker is restarted
+_LOOK = 0.05  # seconds between two looks at the workers
+_PAUSE = 0.3  # seconds before a dead worker is restarted: the screen shows that
 
 
 class Launcher:
@@ -92,7 +92,7 @@ class Launcher:
             os.getpid(),
             [process.entry for process in self._processes],
             ps=[server.entry for server in self._servers],
-            cluster=asdict(asked) if asked.address else None,
+            cluster=asked if asked.address else None,
             center=self.center_name,
         )
         self._state.go_on(self.directory)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from springline.center.first_values import check_file
 from springline.errors import LayoutError
@@ -80,15 +78,14 @@ class ClusterRequest(Asked):
             given["working_dir"] = str(Path(self.working_dir).absolute())
         return ClusterRequest(**given)
 
-    def over(self, before: Mapping[str, Any] | None, directory: Path) -> ClusterRequest:
+    def over(self, before: Asked | None, directory: Path) -> ClusterRequest:
         """Return this, completed with the options of an earlier launch here, if any."""
         given = {k: v for k, v in asdict(self).items() if v is not None}
-        known = {field.name for field in fields(self)}
-        asked = {k: v for k, v in (before or {}).items() if k in known}
-        made = before is not None and CenterStatus.read(directory / CENTER)
+        asked = asdict(before or Asked())
+        made = before and CenterStatus.read(directory / CENTER)
         for name in ("storage", "shards") if made else ():
-            if given.get(name, asked.get(name)) != asked.get(name):
-                option, was = _OPTIONS[name], asked.get(name)
+            if given.get(name, asked[name]) != asked[name]:
+                option, was = _OPTIONS[name], asked[name]
                 how = f"without `{option}`" if was is None else f"with `{option} {was}`"
                 raise LaunchError(
                     f"The run in {directory} was started {how}, which is fixed. Received: "
