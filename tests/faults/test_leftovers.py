@@ -31,9 +31,13 @@ def make_save_retire(directory):
     center.retire()
 
 
+def no_wait_for_the_disk(_):
+    """Stand for `os.fsync`: it matters to a machine that loses its power, not to a kill."""
+
+
 def die_at(pipe, tmpfs, directory, instant, full):
     """Kill ourselves before the call number `instant` that the system is asked for, if any."""
-    memory_file.TMPFS = tmpfs
+    memory_file.TMPFS, os.fsync = tmpfs, no_wait_for_the_disk
     if full:
         room = os.statvfs
         os.statvfs = lambda path: room("/proc" if path == tmpfs else path)
@@ -53,15 +57,16 @@ def die_at(pipe, tmpfs, directory, instant, full):
 
 def go_on(pipe, tmpfs, directory):
     """Make, save and retire, until somebody kills us."""
-    memory_file.TMPFS = tmpfs
+    memory_file.TMPFS, os.fsync = tmpfs, no_wait_for_the_disk
     pipe.send("begun")
     while True:
         make_save_retire(directory)
 
 
 @pytest.fixture
-def fork():
+def fork(monkeypatch):
     """`fork(function, *args)` is as `start`, from a process that has imported all we need."""
+    monkeypatch.setattr(os, "fsync", no_wait_for_the_disk)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["springline"])
 
