@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-_CLUSTER = "Many machines"
+_cluster_option = partial(typer.Option, rich_help_panel="Many machines")
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")]
 RunsArgument = Annotated[
@@ -72,52 +73,47 @@ Yes = Annotated[
 NoLive = Annotated[bool, typer.Option("--no-live", help="Print lines instead of the live screen.")]
 Address = Annotated[
     str | None,
-    typer.Option(
+    _cluster_option(
         help="A Ray cluster that this machine is part of: `auto` or HOST:PORT.",
         metavar="RAY",
-        rich_help_panel=_CLUSTER,
     ),
 ]
 CenterShards = Annotated[
     int | None,
-    typer.Option(
+    _cluster_option(
         help="Number of shards of the center; by default one per machine, at least two, "
         "and fewer for a small model.",
         metavar="S",
-        rich_help_panel=_CLUSTER,
     ),
 ]
 Storage = Annotated[
     str | None,
-    typer.Option(
+    _cluster_option(
         help="Where the center's shards keep checkpoints: a directory that all machines see, "
         "or an fsspec URL; each run has a subdirectory of its own. By default it is in the run's "
         "directory. `none`: no checkpoints.",
         metavar="DIR",
-        rich_help_panel=_CLUSTER,
     ),
 ]
 Cpus = Annotated[
     float | None,
-    typer.Option(help="CPUs per worker.", metavar="C", show_default="1", rich_help_panel=_CLUSTER),
+    _cluster_option(help="CPUs per worker.", metavar="C", show_default="1"),
 ]
 Gpus = Annotated[
     float | None,
-    typer.Option(help="GPUs per worker.", metavar="G", show_default="0", rich_help_panel=_CLUSTER),
+    _cluster_option(help="GPUs per worker.", metavar="G", show_default="0"),
 ]
 WorkingDirectory = Annotated[
     Path | None,
-    typer.Option(
+    _cluster_option(
         help="Directory to copy to every machine, except runs/; SCRIPT runs from there.",
         metavar="DIR",
-        rich_help_panel=_CLUSTER,
     ),
 ]
 Env = Annotated[
     list[str] | None,
-    typer.Option(
+    _cluster_option(
         help="Send this environment variable to the workers, and no other; may be repeated.",
         metavar="NAME",
-        rich_help_panel=_CLUSTER,
     ),
 ]
