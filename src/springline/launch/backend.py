@@ -11,8 +11,7 @@ from pathlib import Path
 from springline.center import CenterError
 from springline.launch.directory import LaunchError, RunDirectory
 from springline.launch.guard import Guard
-from springline.launch.keeper import Keeper
-from springline.launch.others import OtherKeepers
+from springline.launch.keeper import Keeper, OtherKeepers
 from springline.launch.process import Job, Task, WorkerProcess, cores, environment
 from springline.launch.program import Program
 from springline.launch.request import ClusterRequest, check_first_file
