@@ -1,6 +1,5 @@
 """Processes killed while they make, save or retire a center: the next start removes the rest."""
 
-import multiprocessing
 import os
 import random
 import signal
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 from leftovers import VALUES, create, die_at, go_on, make_save_retire, no_wait_for_the_disk
 
+from forks import fork
 from springline.center.directory import memory_of
 from springline.launch.clean import find_unused, free_all
 
@@ -17,21 +17,9 @@ KEPT = {"lock", "layout.json", "checkpoint.safetensors", "checkpoint-previous.sa
 SLOW = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-@pytest.fixture
-def fork(monkeypatch):
-    """`fork(function, *args)` is as `start`, from a process that has imported all we need."""
+@pytest.fixture(autouse=True)
+def _nobody_waits_for_the_disk(monkeypatch):
     monkeypatch.setattr(os, "fsync", no_wait_for_the_disk)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["springline"])
-
-    def fork(function, *args):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=function, args=(theirs, *args), daemon=True)
-        process.start()
-        theirs.close()
-        return process, ours
-
-    return fork
 
 
 def check_next_start(tmpfs, directory, elsewhere):
@@ -49,7 +37,7 @@ def check_next_start(tmpfs, directory, elsewhere):
 
 
 @pytest.mark.parametrize("case", ["new", "saved", "full tmpfs"])
-def test_a_kill_before_any_call_leaves_nothing_to_the_next_start(fork, tmpfs, tmp_path, case):
+def test_a_kill_before_any_call_leaves_nothing_to_the_next_start(tmpfs, tmp_path, case):
     """Of all instants, those between two calls of the system are the ones that differ."""
     calls, instant = 1, 0
     while instant < calls:
@@ -67,7 +55,7 @@ def test_a_kill_before_any_call_leaves_nothing_to_the_next_start(fork, tmpfs, tm
     assert calls > 30
 
 
-def kill_at_random(fork, tmpfs, directory, instants):
+def kill_at_random(tmpfs, directory, instants):
     process, pipe = fork(go_on, tmpfs, directory)
     assert pipe.recv() == "begun"
     time.sleep(instants.uniform(0, 0.05))
@@ -85,18 +73,18 @@ def instants():
 
 
 @pytest.mark.parametrize("kills", [20, pytest.param(1000, marks=SLOW)])
-def test_kills_leave_nothing_to_the_next_start(fork, tmpfs, tmp_path, instants, kills):
+def test_kills_leave_nothing_to_the_next_start(tmpfs, tmp_path, instants, kills):
     for kill in range(kills):
         directory = tmp_path / f"run-{kill % 5}"
-        kill_at_random(fork, tmpfs, directory, instants)
+        kill_at_random(tmpfs, directory, instants)
         check_next_start(tmpfs, directory, tmp_path / "elsewhere")
 
 
 @pytest.mark.parametrize("kills", [20, pytest.param(1000, marks=SLOW)])
-def test_kills_leave_nothing_to_clean(fork, tmpfs, tmp_path, instants, kills):
+def test_kills_leave_nothing_to_clean(tmpfs, tmp_path, instants, kills):
     runs = [tmp_path / "runs" / str(kill) for kill in range(kills)]
     for run in runs:
-        kill_at_random(fork, tmpfs, run, instants)
+        kill_at_random(tmpfs, run, instants)
     found = find_unused(tmp_path / "runs")
     assert found
     assert free_all(found)[1] == []
