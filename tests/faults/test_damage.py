@@ -119,8 +119,11 @@ def exported(run):
     from safetensors.numpy import load_file
 
     path = run.with_suffix(".safetensors")
-    LOG.info(export(run, path, force=True))  # where it comes from
-    return load_file(path)
+    LOG.info(export(run, path))  # where it comes from
+    try:
+        return load_file(path)
+    finally:
+        path.unlink()  # the disk is waited for where a file is replaced
 
 
 def resumed(run):
