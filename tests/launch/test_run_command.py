@@ -12,6 +12,7 @@ import pytest
 from launched import TRAINING, alive, wait_for
 from safetensors.numpy import load_file
 
+from springline.launch import guard
 from springline.launch.directory import LaunchError, RunDirectory
 from springline.launch.process import cores
 from springline.launch_state import Asked, LaunchState
@@ -184,6 +185,7 @@ def test_a_script_that_fails_at_once_ends_the_run(command, script, run, text, li
         assert f"  {line.format(path=path)}\n" in failed.output
     assert f'; restart 1 of 1. Its last line: "{lines[-1]}' in failed.output
     assert failed.output.count("Traceback") == "".join(lines).count("Traceback")
+    assert "guard.py" not in failed.output  # tracebacks are the script's own
     worker = next(w for w in run.state.workers if w.state == "failed")
     assert (worker.restarts, worker.exit_code) == (1, 1)
     assert run.log(worker.rank).count("--- rank") == 2
@@ -225,6 +227,14 @@ def test_what_a_dead_worker_started_dies_with_it(command, script, run, tmp_path)
     pid = int((tmp_path / "child").read_text())
     wait_for(lambda: not alive(pid))
     assert "Worker 0 was killed by SIGABRT" in (tmp_path / "output-0").read_text()
+
+
+def test_a_worker_whose_launcher_is_gone_before_it_begins_does_not_begin(script):
+    path = script("print('begun')")
+    words = [sys.executable, "-I", "-S", guard.__file__, "1", str(path)]  # 1 is not its parent
+    ended = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert (ended.stdout, ended.stderr) == ("", "The launcher is gone.\n")
 
 
 def test_import_springline_needs_neither_rich_nor_typer():

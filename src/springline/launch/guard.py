@@ -1,20 +1,28 @@
-"""Workers, and what they have started, end with their launcher, however it ends.
+"""Workers end with their launcher, however it ends, and so does what they have started.
 
-A guard is a process beside the launcher: this file, run with `-I -S`. It reads the numbers of
-process groups, `+N` for one that has begun and `-N` for one that has ended. At the end of its
-input, which is the end of the launcher, it kills what is left: with SIGKILL, since a script can
-block or outlast every other signal. A center is made to survive it.
+This file is also run, with `-I -S`, in two ways:
+
+With a launcher's process id and a command it is the beginning of a worker. It lets the kernel kill
+this process with the launcher, and then replaces itself: the script has the interpreter, the
+`sys.path`, the `__main__` and the tracebacks that it has without a launcher.
+
+With nothing it is a process beside the launcher, for what workers have started, which the kernel
+does not kill. It reads the numbers of process groups, `+N` for one that has begun and `-N` for one
+that has ended. At the end of its input, which is the end of the launcher, it kills what is left.
 """
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 
+_PR_SET_PDEATHSIG = 1
+
 
 class Guard:
-    """The launcher's side of its guard, which starts with the first group."""
+    """The launcher's side of the process beside it."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -40,12 +48,11 @@ class Guard:
                 self._process.stdin.flush()
 
     def close(self) -> None:
-        """End the guard."""
-        process, self._process = self._process, None
-        if process and process.stdin:
+        """End the process."""
+        if self._process and self._process.stdin:
             with contextlib.suppress(OSError):
-                process.stdin.close()
-            process.wait()
+                self._process.stdin.close()
+            self._process.wait()
 
 
 def watch() -> None:
@@ -59,5 +66,21 @@ def watch() -> None:
             os.killpg(group, signal.SIGKILL)
 
 
+def become(launcher: int, command: list[str]) -> None:
+    """Replace this process by `command`; the kernel kills it when its launcher dies.
+
+    With SIGKILL, since a script can block or outlast every other signal; a center is made to
+    survive it. The setting stays over `exec`.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != launcher:
+        sys.exit("The launcher is gone.")  # it died before we could ask
+    os.execv(command[0], command)  # noqa: S606 - our own interpreter and the user's script
+
+
 if __name__ == "__main__":
-    watch()
+    if sys.argv[1:]:
+        become(int(sys.argv[1]), [sys.executable, *sys.argv[2:]])
+    else:
+        watch()

@@ -20,7 +20,7 @@ from typing import Literal
 
 from springline.center.waiting import is_stopped
 from springline.files import open_to_append
-from springline.launch.guard import Guard
+from springline.launch import guard as guards
 from springline.launch_state import WorkerEntry
 from springline.run import PROCESS_GROUP, WARNINGS
 
@@ -144,17 +144,7 @@ class Task(ABC):
 
 
 class WorkerProcess(Task):
-    """A task as a process of this machine.
-
-    Args:
-        command: what follows `python`.
-        directory: the run's.
-        number: the worker's rank, or the server's number.
-        environment: its own.
-        job: which of the two it is.
-        cwd: where it is run, by default here.
-        guard: ends it if this process is killed; shared with other tasks, or its own.
-    """
+    """A task as a process of this machine."""
 
     def __init__(
         self,
@@ -164,14 +154,14 @@ class WorkerProcess(Task):
         environment: Mapping[str, str],
         job: Job = "worker",
         cwd: str | None = None,
-        guard: Guard | None = None,
+        guard: guards.Guard | None = None,  # ends what it has started if this process is killed
     ) -> None:
         super().__init__(directory, number, job)
         self._command = list(command)
         self._cwd = cwd
         self._environment = dict(environment)
         self._process: subprocess.Popen[bytes] | None = None
-        self._guard = guard or Guard()
+        self._guard = guard
 
     @property
     def alive(self) -> bool:
@@ -185,8 +175,9 @@ class WorkerProcess(Task):
         try:
             self.entry.starts.append(time.time())
             os.write(output, self.first_line().encode())
+            launcher = [sys.executable, "-I", "-S", guards.__file__, str(os.getpid())]
             self._process = subprocess.Popen(  # noqa: S603 - the user's own script
-                [sys.executable, *self._command],
+                launcher + self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -196,7 +187,8 @@ class WorkerProcess(Task):
             )
         finally:
             os.close(output)
-        self._guard.begun(self._process.pid)
+        if self._guard:
+            self._guard.begun(self._process.pid)
         self.entry.pid, self.entry.state, self.entry.exit_code = self._process.pid, "running", None
 
     def look(self) -> bool:
@@ -213,7 +205,8 @@ class WorkerProcess(Task):
             return False
         if end.si_status != 0:
             self.kill()
-        self._guard.ended(pid)
+        if self._guard:
+            self._guard.ended(pid)
         self.entry.exit_code, self.entry.pid = self._process.wait(), None
         self._process = None
         return True

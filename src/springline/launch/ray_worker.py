@@ -27,7 +27,6 @@ from ray.exceptions import RayError
 from springline.center.extras import NAME as EXTRAS
 from springline.files import append, write_text
 from springline.launch.directory import CENTER
-from springline.launch.guard import Guard
 from springline.launch.process import Task, WorkerProcess, environment
 from springline.run import FIRST_STEP, REPORT, WARNINGS, Run
 
@@ -74,7 +73,6 @@ class WorkerActor:
         util: Any = ray.util
         self._machine = f"{socket.gethostname()} ({util.get_node_ip_address()})"
         self._number = 0  # of the last start
-        self._guard = Guard()
         self._process: WorkerProcess | None = None
 
     def poll(
@@ -111,7 +109,6 @@ class WorkerActor:
     def __ray_shutdown__(self) -> None:
         """Remove the directory, unless there are files of the script's own."""
         self.send(signal.SIGKILL)
-        self._guard.close()
         if not self._left():
             shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -129,8 +126,7 @@ class WorkerActor:
         for name in ("RAY_JOB_ID", "RAY_RAYLET_PID"):  # the actor's, not the script's
             ours.pop(name, None)
         where = str(self._folder)
-        given = self._command, self._directory, self._rank, ours
-        process = WorkerProcess(*given, cwd=where, guard=self._guard)
+        process = WorkerProcess(self._command, self._directory, self._rank, ours, cwd=where)
         process.entry.starts = [0.0] * (number - 1)
         process.start()
         self._process, self._number = process, number
