@@ -34,7 +34,7 @@ from time_to_loss_runs import QUICK, WHOLE, Job, Result, Results, Scale, append,
 from springline.launch.launcher import Launcher
 from springline.launch.process import cores
 from springline.launch.program import Program
-from springline.launch.restarts import RestartPolicy
+from springline.launch.request import RestartPolicy
 
 HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parent / "examples"

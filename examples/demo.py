@@ -85,7 +85,7 @@ def draw(runs: dict[str, Path], path: Path) -> None:
         ax.plot(metrics[0].step[seen], losses[seen], ".-", color=color, label=name)
         if VICTIM in metrics:
             series = metrics[VICTIM]
-            for step in series.step[series.births]:
+            for step in series.step[series.begins]:
                 ax.axvline(step, color="#0072B2", ls=":", label="a worker is killed, and is back")
     ax.set(xlabel="steps of each worker", ylabel="validation loss, nats per character")
     ax.set_yscale("log")

@@ -1,7 +1,6 @@
 """Fixtures that several suites share: places for centers, real processes, threads."""
 
 import contextlib
-import multiprocessing
 import os
 import shutil
 import signal
@@ -20,6 +19,7 @@ for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
+from forks import fork  # noqa: E402
 from springline import progress  # noqa: E402
 from springline.center import memory_file  # noqa: E402
 
@@ -63,20 +63,15 @@ def tmpfs(tmp_path, monkeypatch):
 
 @pytest.fixture
 def start():
-    """`start(function, *args)` runs `function(pipe, *args)` in a new interpreter.
+    """`start(function, *args)` runs `function(pipe, *args)` in a new process.
 
     It returns the process and our end of the pipe. Whatever still runs afterwards is killed.
     """
-    context = multiprocessing.get_context("spawn")
     started = []
 
     def start(function, *args):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=function, args=(theirs, *args), daemon=True)
-        process.start()
-        theirs.close()
-        started.append((process, ours))
-        return process, ours
+        started.append(fork(function, *args))
+        return started[-1]
 
     yield start
     for process, pipe in started:

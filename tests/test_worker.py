@@ -274,8 +274,9 @@ def test_steps_within_steps_do_not_go_back():
     assert counted == sorted(counted)
 
 
-def test_who_ends_early_may_come_back(tmp_path):
+def test_who_ends_early_may_come_back(tmp_path, monkeypatch):
     """`sys.exit(1)` runs the exit handlers as a normal end does."""
+    monkeypatch.setattr(progress, "_UNSEEN", 0.5)
     rule = ElasticAverage(period=5, workers=2)
     worker = Worker(model(), rule, tmp_path / "center")
     worker.step()

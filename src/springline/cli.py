@@ -19,11 +19,9 @@ from springline import cli_options as options
 from springline.center import CenterError
 from springline.center.memory_file import TMPFS
 from springline.launch.directory import RUNS, LaunchError, find_run, is_at_work, short
-from springline.launch.export import export as export_center
 from springline.launch.launcher import Launcher
 from springline.launch.program import Program
-from springline.launch.request import ClusterRequest
-from springline.launch.restarts import RestartPolicy
+from springline.launch.request import ClusterRequest, RestartPolicy
 
 app = typer.Typer(
     name="springline",
@@ -114,7 +112,7 @@ def run(
 @app.command()
 def top(
     directory: options.RunArgument,
-    once: Annotated[bool, typer.Option("--once", help="Print one picture and exit.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the state once and exit.")] = False,
 ) -> None:
     """Watch a run from outside, until it ends or Ctrl-C."""
     from springline.monitor.screen import Screen
@@ -158,6 +156,8 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
     """Write a run's center as safetensors, under the model's own names."""
+    from springline.launch.export import export as export_center
+
     with _clear_errors():
         source = export_center(run, path, force)
     typer.echo(f"The center ({source}) is in {path}.")

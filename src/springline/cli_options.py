@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-_CLUSTER = "Many machines"
+_cluster_option = partial(typer.Option, rich_help_panel="Many machines")
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")]
-RunsArgument = Annotated[Path, typer.Argument(metavar="DIR", help="Where runs are, or one run.")]
+RunsArgument = Annotated[
+    Path, typer.Argument(metavar="DIR", help="A directory of runs, or one run.")
+]
 
 # Of `springline run`.
 Script = Annotated[
@@ -47,21 +50,21 @@ MaxRestarts = Annotated[
     int,
     typer.Option(
         metavar="K",
-        help="Restarts per worker within the window; the run ends when a worker dies once "
-        "more. -1: no limit.",
+        help="Restarts per worker within the window; when a worker dies once more, the run ends. "
+        "-1: no limit.",
     ),
 ]
 RestartWindow = Annotated[
     float,
-    typer.Option(metavar="SECONDS", help="Restarts that are older than this do not count."),
+    typer.Option(metavar="SECONDS", help="Older restarts do not count."),
 ]
 StartFrom = Annotated[
     Path | None,
     typer.Option(
         "--from",
         metavar="FILE",
-        help="Begin a new run's center with this safetensors file, which has the model's "
-        "names. All workers take it, whatever they load.",
+        help="Start a new run's center from this safetensors file, which has the model's own "
+        "names. It overrides what the workers load.",
     ),
 ]
 Yes = Annotated[
@@ -70,52 +73,47 @@ Yes = Annotated[
 NoLive = Annotated[bool, typer.Option("--no-live", help="Print lines instead of the live screen.")]
 Address = Annotated[
     str | None,
-    typer.Option(
+    _cluster_option(
         help="A Ray cluster that this machine is part of: `auto` or HOST:PORT.",
         metavar="RAY",
-        rich_help_panel=_CLUSTER,
     ),
 ]
 CenterShards = Annotated[
     int | None,
-    typer.Option(
+    _cluster_option(
         help="Number of shards of the center; by default one per machine, at least two, "
         "and fewer for a small model.",
         metavar="S",
-        rich_help_panel=_CLUSTER,
     ),
 ]
 Storage = Annotated[
     str | None,
-    typer.Option(
+    _cluster_option(
         help="Where the center's shards keep checkpoints: a directory that all machines see, "
-        "by default in the run's, or an fsspec URL; each run has its own directory below it. "
-        "`none` for no checkpoints.",
-        metavar="PLACE",
-        rich_help_panel=_CLUSTER,
+        "or an fsspec URL; each run has a subdirectory of its own. By default it is in the run's "
+        "directory. `none`: no checkpoints.",
+        metavar="DIR",
     ),
 ]
 Cpus = Annotated[
     float | None,
-    typer.Option(help="CPUs per worker.", metavar="C", show_default="1", rich_help_panel=_CLUSTER),
+    _cluster_option(help="CPUs per worker.", metavar="C", show_default="1"),
 ]
 Gpus = Annotated[
     float | None,
-    typer.Option(help="GPUs per worker.", metavar="G", show_default="0", rich_help_panel=_CLUSTER),
+    _cluster_option(help="GPUs per worker.", metavar="G", show_default="0"),
 ]
 WorkingDirectory = Annotated[
     Path | None,
-    typer.Option(
-        help="Directory to copy to every machine, but for runs/; SCRIPT runs from there.",
+    _cluster_option(
+        help="Directory to copy to every machine, except runs/; SCRIPT runs from there.",
         metavar="DIR",
-        rich_help_panel=_CLUSTER,
     ),
 ]
 Env = Annotated[
     list[str] | None,
-    typer.Option(
+    _cluster_option(
         help="Send this environment variable to the workers, and no other; may be repeated.",
         metavar="NAME",
-        rich_help_panel=_CLUSTER,
     ),
 ]

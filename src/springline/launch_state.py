@@ -77,7 +77,7 @@ class LaunchState:
     ended: Seconds | None = None
     earlier: list[tuple[Seconds, Seconds]] = field(default_factory=list)  # launches: start and end
     ps: list[WorkerEntry] = field(default_factory=list)  # the parameter servers, by number
-    cluster: dict[str, Any] | None = None  # what was asked of one, if the run is on one
+    cluster: Asked | None = None  # what was asked of one, if the run is on one
     center: str | None = None  # what the center is called there
 
     @property
@@ -117,7 +117,6 @@ class LaunchState:
 
         def make(values: Any) -> LaunchState:
             state = build(cls, values)
-            build(Asked, state.cluster or {})
             if state.center is not None and not _CENTER_NAME.match(state.center):
                 raise ValueError(f"{state.center[:40]!r} is no name of a center")
             return state

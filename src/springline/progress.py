@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from springline.worker import Worker
 
 _STOP_LOOK = 0.1  # seconds between two looks at RUN/stop
-_END_LOOK = 0.1  # seconds between two looks at which ranks have finished
+_END_LOOK = 0.05  # seconds between two looks at which ranks have finished
 _UNSEEN = 10.0  # seconds to wait for a rank that no launcher restarts
 # What a line of the metrics holds of the last exchange.
 BYTES, DISTANCE, OUTER_RATE = "bytes_exchanged", "distance", "outer_learning_rate"

@@ -47,9 +47,13 @@ def convert(hint: Any, value: Any, name: str) -> Any:
     Raises:
         ValueError: it is of another type, not finite, or too large.
     """
-    origin, inner = get_origin(hint), get_args(hint)
     if hint is Any:
         return value
+    if hint is float and type(value) in (int, float) and abs(value) < _MOST:
+        return float(value)
+    if hint is type(value) and (hint in (str, bool) or (hint is int and abs(value) < _MOST)):
+        return value
+    origin, inner = _parts(hint)
     if origin in (Union, UnionType):
         if value is None and NoneType in inner:
             return None
@@ -71,11 +75,12 @@ def convert(hint: Any, value: Any, name: str) -> Any:
         return {key: convert(inner[1], v, f"{name}.{key}") for key, v in value.items()}
     if origin is Literal and isinstance(value, str) and value in inner:
         return value
-    if hint is float and type(value) in (int, float) and abs(value) < _MOST:
-        return float(value)
-    if hint in (str, bool, int) and type(value) is hint and (hint is not int or abs(value) < _MOST):
-        return value
     return _refuse(name, value)
+
+
+@lru_cache
+def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    return get_origin(hint), get_args(hint)
 
 
 @lru_cache

@@ -1,7 +1,6 @@
 """Ranks of a process group: real processes, on one host or two, some of them killed."""
 
 import contextlib
-import multiprocessing
 import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 from collective_ranks import RULES, VALUES
 
+import forks
 import hosts
 from marks import slow
 from springline.center import checkpoint
@@ -47,7 +47,7 @@ def said(request, tmp_path_factory):
         with two_hosts("scenes", folder) as pipes:
             return [pipe.recv() for pipe in pipes]
     ranks = request.param
-    with ProcessPoolExecutor(ranks, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(ranks, forks.context) as pool:
         calls = [
             pool.submit(collective_ranks.scenes, rank, ranks, folder / "store")
             for rank in range(ranks)

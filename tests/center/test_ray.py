@@ -90,7 +90,7 @@ def test_it_follows_what_was_recorded(name, run):
 
 
 def test_a_center_that_was_made_before_is_not_made_anew(name):
-    with pytest.raises(EndedError, match=rf"The center '{name}' is gone, and was kept nowhere: th"):
+    with pytest.raises(EndedError, match=rf"The center '{name}' is gone, and had no storage: th"):
         make(name, join=True)
     wait_until_gone(name)
     make(name)
@@ -275,7 +275,7 @@ def test_a_second_attempt_has_a_storage_of_its_own(name, tmp_path):
 
 def test_another_storage_than_the_centers_is_refused(name, tmp_path):
     make(name)
-    with pytest.raises(CenterError, match=r"keeps its checkpoints nowhere; this worker was given"):
+    with pytest.raises(CenterError, match=r"has no storage; this worker was given"):
         make(name, storage=str(tmp_path))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import forks
 from springline import AGN, DiLoCo, ElasticAverage, ModelAverage, SharedCenter, Worker
 from springline.center import CenterError, Layout, RankError
 from springline.center.locks import RecordLocks
@@ -38,7 +39,7 @@ def race(pipe, barrier, directories, number):
 
 def test_those_who_create_at_the_same_instant_agree(directory, start, memories):
     count, rounds = 8, [directory / str(k) for k in range(30)]
-    barrier = multiprocessing.get_context("spawn").Barrier(count)
+    barrier = forks.context.Barrier(count)
     directory.mkdir()
     pipes = [start(race, barrier, rounds, number)[1] for number in range(count)]
     seen = [pipe.recv() for pipe in pipes]

@@ -1,6 +1,5 @@
 """`use_locking`, both ways, by force and not by luck; and one exchange of a worker at a time."""
 
-import multiprocessing
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ import pytest
 import torch
 from centers import KINDS, model, on
 
+import forks
 from springline import AGN, Worker
 from springline.center import Layout, SettingsError
 from springline.rules import SGD, Adagrad, Adam, Momentum, Nesterov, Outer, Rule
@@ -120,7 +120,7 @@ def kind_of(place):
 def test_processes_lose_updates_only_without_locks(place, use_locking, start):
     rule = Meeting(workers=2, meet=list)
     center = place.make(Layout.of(START), rule, START, use_locking=use_locking)
-    barrier = multiprocessing.get_context("spawn").Barrier(2)
+    barrier = forks.context.Barrier(2)
     arguments = [
         (kind_of(place), place.path, rank, barrier, seconds(use_locking)) for rank in (0, 1)
     ]

@@ -1,78 +1,25 @@
 """Processes killed while they make, save or retire a center: the next start removes the rest."""
 
-import multiprocessing
 import os
 import random
 import signal
-import sys
 import time
 
 import numpy as np
 import pytest
+from leftovers import VALUES, create, die_at, go_on, make_save_retire, no_wait_for_the_disk
 
-from springline import ElasticAverage, SharedCenter
-from springline.center import Layout, memory_file
+from forks import fork
 from springline.center.directory import memory_of
 from springline.launch.clean import find_unused, free_all
 
-RULE = ElasticAverage(workers=1, period=1, moving_rate=0.5)
-VALUES = {"v": np.arange(1 << 14, dtype=np.float32)}
 KEPT = {"lock", "layout.json", "checkpoint.safetensors", "checkpoint-previous.safetensors"}
 SLOW = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def create(directory):
-    return SharedCenter.create_or_join(directory, Layout.of(VALUES), RULE, VALUES)
-
-
-def make_save_retire(directory):
-    center = create(directory)
-    center.save()
-    center.retire()
-
-
-def die_at(pipe, tmpfs, directory, instant, full):
-    """Kill ourselves before the call number `instant` that the system is asked for, if any."""
-    memory_file.TMPFS = tmpfs
-    if full:
-        room = os.statvfs
-        os.statvfs = lambda path: room("/proc" if path == tmpfs else path)
-    calls = 0
-
-    def count(event, _):
-        nonlocal calls
-        if event.startswith(("open", "os.", "fcntl.", "mmap.", "tempfile.")):
-            calls += 1
-            if calls == instant:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(count)
-    make_save_retire(directory)
-    pipe.send(calls)
-
-
-def go_on(pipe, tmpfs, directory):
-    """Make, save and retire, until somebody kills us."""
-    memory_file.TMPFS = tmpfs
-    pipe.send("begun")
-    while True:
-        make_save_retire(directory)
-
-
-@pytest.fixture
-def fork():
-    """`fork(function, *args)` is as `start`, from a process that has imported all we need."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["springline"])
-
-    def fork(function, *args):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=function, args=(theirs, *args), daemon=True)
-        process.start()
-        theirs.close()
-        return process, ours
-
-    return fork
+@pytest.fixture(autouse=True)
+def _nobody_waits_for_the_disk(monkeypatch):
+    monkeypatch.setattr(os, "fsync", no_wait_for_the_disk)
 
 
 def check_next_start(tmpfs, directory, elsewhere):
@@ -90,7 +37,7 @@ def check_next_start(tmpfs, directory, elsewhere):
 
 
 @pytest.mark.parametrize("case", ["new", "saved", "full tmpfs"])
-def test_a_kill_before_any_call_leaves_nothing_to_the_next_start(fork, tmpfs, tmp_path, case):
+def test_a_kill_before_any_call_leaves_nothing_to_the_next_start(tmpfs, tmp_path, case):
     """Of all instants, those between two calls of the system are the ones that differ."""
     calls, instant = 1, 0
     while instant < calls:
@@ -108,7 +55,7 @@ def test_a_kill_before_any_call_leaves_nothing_to_the_next_start(fork, tmpfs, tm
     assert calls > 30
 
 
-def kill_at_random(fork, tmpfs, directory, instants):
+def kill_at_random(tmpfs, directory, instants):
     process, pipe = fork(go_on, tmpfs, directory)
     assert pipe.recv() == "begun"
     time.sleep(instants.uniform(0, 0.05))
@@ -126,18 +73,18 @@ def instants():
 
 
 @pytest.mark.parametrize("kills", [20, pytest.param(1000, marks=SLOW)])
-def test_kills_leave_nothing_to_the_next_start(fork, tmpfs, tmp_path, instants, kills):
+def test_kills_leave_nothing_to_the_next_start(tmpfs, tmp_path, instants, kills):
     for kill in range(kills):
         directory = tmp_path / f"run-{kill % 5}"
-        kill_at_random(fork, tmpfs, directory, instants)
+        kill_at_random(tmpfs, directory, instants)
         check_next_start(tmpfs, directory, tmp_path / "elsewhere")
 
 
 @pytest.mark.parametrize("kills", [20, pytest.param(1000, marks=SLOW)])
-def test_kills_leave_nothing_to_clean(fork, tmpfs, tmp_path, instants, kills):
+def test_kills_leave_nothing_to_clean(tmpfs, tmp_path, instants, kills):
     runs = [tmp_path / "runs" / str(kill) for kill in range(kills)]
     for run in runs:
-        kill_at_random(fork, tmpfs, run, instants)
+        kill_at_random(tmpfs, run, instants)
     found = find_unused(tmp_path / "runs")
     assert found
     assert free_all(found)[1] == []

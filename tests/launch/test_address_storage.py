@@ -1,4 +1,4 @@
-"""Runs on a Ray cluster whose center is kept nowhere, or cannot be kept any more."""
+"""Runs on a Ray cluster whose center has no storage, or cannot write to it any more."""
 
 import os
 import signal
@@ -40,8 +40,8 @@ def test_a_shard_that_dies_without_a_storage_ends_the_run(train, command, run, t
     assert "is on its cluster only (`--storage none`)" in refused.output
     os.kill(pid_of(actors_of(name)["shard-0"]), signal.SIGKILL)
     assert running.wait(PATIENCE) == 1, running.output
-    assert "and is kept nowhere (`--storage none`): the run ends." in running.output
-    assert "could not be saved: It is not on the cluster any more" in running.output
+    assert "and has no checkpoint (`--storage none`): the run ends." in running.output
+    assert "could not be saved: It is no longer on the cluster" in running.output
     assert "The center has 1 shard: this model cannot be cut into 2." in run.log(0) + run.log(1)
     assert [worker.restarts for worker in run.state.workers] == [0, 0]
     wait_for(lambda: actors_of(name) == {}, PATIENCE)

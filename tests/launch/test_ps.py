@@ -129,7 +129,7 @@ def test_what_comes_after_a_run_on_servers(command, tasks, run, tmp_path):
     assert first.process.returncode == 0, first.output
     other = command("run", "--ps", 2, "--workers", 3, "--run", run.path, tasks)
     assert other.process.returncode == 2
-    assert "has 2 workers, for good. Received: --workers 3." in other.output
+    assert "has 2 workers, which is fixed. Received: --workers 3." in other.output
     exported = command("export", run.path, tmp_path / "center.safetensors")
     assert exported.process.returncode == 2
     assert "was on TensorFlow's parameter servers" in exported.output

@@ -24,7 +24,7 @@ from springline.launch import ray_keeper
 from springline.launch.directory import LaunchError
 from springline.launch.keeper import storage_of
 from springline.launch.ray_keeper import RayKeeper, center_name, check_center
-from springline.launch_state import CenterStatus, LaunchState
+from springline.launch_state import Asked, CenterStatus, LaunchState
 from springline.rules import SGD
 
 RULE = ElasticAverage(workers=2)
@@ -54,7 +54,7 @@ def test_a_run_keeps_the_name_of_its_center_when_it_is_moved(tmp_path):
     run.mkdir()
     LaunchState("train.py", [], 0.0, 1).write(run)  # on this machine alone
     name = center_name(run)
-    LaunchState("train.py", [], 0.0, 1, cluster={}, center=name).write(run)
+    LaunchState("train.py", [], 0.0, 1, cluster=Asked(), center=name).write(run)
     run.rename(moved)
     assert center_name(moved) == name
 
@@ -224,9 +224,9 @@ def test_a_center_that_has_left_the_cluster_is_in_its_storage(serve, tmp_path, m
         keeper.start()
         keeper._look()
     monkeypatch.setattr(ray_keeper, "open_center", lambda cluster: None)
-    with pytest.raises(CenterError, match=rf"any more, but in {storage}: `springline export`"):
+    with pytest.raises(CenterError, match=rf"the cluster, but in {storage}: `springline export`"):
         kept.finish()
-    with pytest.raises(CenterError, match="not on the cluster any more, and was kept nowhere"):
+    with pytest.raises(CenterError, match="no longer on the cluster, and it had no storage"):
         unkept.finish()
 
 

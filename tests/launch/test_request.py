@@ -1,7 +1,5 @@
 """What is asked of a cluster, and how a run that goes on remembers it."""
 
-from dataclasses import asdict
-
 import pytest
 from clustered import PLAN
 
@@ -15,8 +13,8 @@ from springline.run import Run
 
 def test_what_was_not_said_is_as_in_the_last_launch(tmp_path):
     before = ClusterRequest("auto", shards=4, storage="/shared", cpus=2.0)
-    assert ClusterRequest().over(asdict(before), tmp_path) == before
-    elsewhere = ClusterRequest("10.0.0.1:6379", cpus=1.0).over(asdict(before), tmp_path)
+    assert ClusterRequest().over(before, tmp_path) == before
+    elsewhere = ClusterRequest("10.0.0.1:6379", cpus=1.0).over(before, tmp_path)
     assert elsewhere == ClusterRequest("10.0.0.1:6379", shards=4, storage="/shared", cpus=1.0)
     assert ClusterRequest().over(None, tmp_path) == ClusterRequest()
 
@@ -25,12 +23,12 @@ def test_what_was_not_said_is_as_in_the_last_launch(tmp_path):
     ("before", "now", "sentence"),
     [
         ({"storage": "/shared"}, {"storage": "/other"}, "started with `--storage /shared`"),
-        ({}, {"storage": "/other"}, "started without `--storage`, for good"),
+        ({}, {"storage": "/other"}, "started without `--storage`, which is fixed"),
         ({"shards": 2}, {"shards": 3}, "Received: `--center-shards 3`"),
     ],
 )
 def test_what_holds_the_center_is_for_good(tmp_path, before, now, sentence):
-    asked = asdict(ClusterRequest("auto", **before))
+    asked = ClusterRequest("auto", **before)
     new = ClusterRequest(**now).over(asked, tmp_path)  # there is no center yet
     assert new == ClusterRequest("auto", **before | now)
     CenterStatus(PLAN, 0, [], []).write(tmp_path / "center")

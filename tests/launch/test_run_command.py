@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from springline.launch import guard
 from springline.launch.directory import LaunchError, RunDirectory
 from springline.launch.process import cores
-from springline.launch_state import LaunchState
+from springline.launch_state import Asked, LaunchState
 
 
 def mode(path):
@@ -159,7 +159,7 @@ def test_a_finished_run_goes_on(train, command, run):
     assert [worker.restarts for worker in run.state.workers] == [0, 0, 0]
     refused = command("run", "--run", run.path, "--workers", 2, TRAINING, "average", 40, 0)
     assert refused.process.returncode == 2
-    assert "has 3 workers, for good. Received: --workers 2" in refused.output
+    assert "has 3 workers, which is fixed. Received: --workers 2" in refused.output
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_runs_of_another_user_are_refused(command, tmp_path):
 def test_a_cluster_that_others_could_have_named_is_not_connected_to(command, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
-    LaunchState(str(TRAINING), [], 1.0, 1, cluster={"address": "10.9.9.9:6379"}).write(run)
+    LaunchState(str(TRAINING), [], 1.0, 1, cluster=Asked("10.9.9.9:6379")).write(run)
     run.chmod(0o777)
     for _ in range(2):  # it is not trusted the second time, either
         refused = command("run", "--run", run, TRAINING, "elastic", 4, 0)

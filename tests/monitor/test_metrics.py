@@ -45,7 +45,7 @@ def test_the_next_life_writes_on_behind_a_line_cut_short(tmp_path, file):
     log(tmp_path, 0, (2, 5, {}), (3, 6, {"loss": 2.0}))
     series = read_metrics(tmp_path)[0]
     assert series.step.tolist() == [8, 5, 6]
-    assert series.births.tolist() == [False, True, False]
+    assert series.begins.tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_what_is_no_number_is_left_out():
 
 def test_a_new_life_is_seen_by_its_first_line_or_by_its_steps(tmp_path):
     log(tmp_path, 0, (0, 0, {}), (1, 7, {"loss": 1.0}), (2, 5, {"loss": 1.0}), (3, 10, {}))
-    assert read_metrics(tmp_path)[0].births.tolist() == [False, False, True, True]
+    assert read_metrics(tmp_path)[0].begins.tolist() == [False, False, True, True]
 
 
 def test_a_clock_that_was_set_back_does_not_turn_time_around(tmp_path):

@@ -117,7 +117,7 @@ def test_what_nobody_tells_is_not_made_up(directory, clock):
     os.utime(checkpoint, (START + 63, START + 63))
     lines = show(directory)
     assert lines[-3].split() == ["0", "600", "-", "0.5000", "-", "-", "0", "?", "unknown"]
-    assert lines[-1] == "the center is with the workers  ·  checkpoint 12 s ago"
+    assert lines[-1] == "the center is on every rank  ·  checkpoint 12 s ago"
 
 
 def test_before_there_is_a_run(tmp_path):

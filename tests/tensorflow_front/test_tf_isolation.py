@@ -173,7 +173,11 @@ def test_agn_steps_the_center_at_the_rate_of_the_step(rate, resource, hook):
         close(row["center"]["v"], [c, c])
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.parametrize("examples", [10, *slow(60)])
+def test_the_same_numbers_with_the_hook_and_without(examples):
+    settings(max_examples=examples, suppress_health_check=list(HealthCheck))(compare)()
+
+
 @given(
     rule=st.sampled_from(sorted(GETTERS)),
     inner=st.sampled_from(sorted(INNERS | MORE)),
@@ -183,9 +187,8 @@ def test_agn_steps_the_center_at_the_rate_of_the_step(rate, resource, hook):
     period=st.integers(1, 3),
     ps=st.integers(1, 2),
 )
-def test_the_same_numbers_with_the_hook_and_without(
-    rule, inner, rate, source, resource, period, ps
-):
+def compare(rule, inner, rate, source, resource, period, ps):
+    """With the hook and without it a script has the same numbers."""
     assume(inner != "dual averaging" or rate not in ("computed_from_a_feed", "called_schedule"))
     assume(inner != "scaled" or resource)  # TensorFlow's has a `tf.cond`
     make = partial(Script, rule, inner, rate, source, period=period, ps=ps, resource=resource)

@@ -191,7 +191,7 @@ def test_a_run_keeps_all_centers(directory, tmp_path, monkeypatch):
     script.write_text(SCRIPT)
     monkeypatch.setenv("DIES", "1")
     printed = springline_run(directory, script, 6, monkeypatch)
-    assert f"center-critic: it is in {directory}/center-critic.safetensors" in printed
+    assert f"center-critic is in {directory}/center-critic.safetensors" in printed
     for name in ("center", "center-critic"):
         assert describe(directory / name / "checkpoint.safetensors").steps == [6, 6]
     critic = load_file(directory / "center-critic.safetensors")

@@ -124,9 +124,9 @@ class RayCenter(RemoteCenter):
             head, description = _call_head(*about, "create", rule, *made)
         if storage and storage != description["storage"]:
             raise CenterError(
-                f"The center {name!r} keeps its checkpoints {_where(description['storage'])}; this "
-                f"worker was given {_where(storage)}. Another run made it: end that run, "
-                "or give all its workers the same storage."
+                f"The center {name!r} has {_storage(description['storage'])}; this worker was "
+                f"given {_storage(storage)}. Another run made it: end that run, or give all its "
+                "workers the same storage."
             )
         held = Plan.from_json(description["plan"])
         check_layout(held.layout, layout)
@@ -232,7 +232,7 @@ def _new_center(
 ) -> tuple[dict[str, Any], list[Any], list[int]]:
     """Return what a head needs to make a center: what it is, references to its parts, steps."""
     if join:
-        where = f"is not in {storage} any more" if storage else "was kept nowhere"
+        where = f"is not in {storage} any more" if storage else "had no storage"
         raise EndedError(
             f"The center {name!r} is gone, and {where}: the run cannot go on. Start a new one, "
             "with a storage (`--storage`) that all machines see."
@@ -254,8 +254,8 @@ def _new_center(
     return description, [[ray.put(array) for array in part] for part in parts], steps
 
 
-def _where(storage: str | None) -> str:
-    return f"in {storage}" if storage else "nowhere"
+def _storage(place: str | None) -> str:
+    return f"the storage {place}" if place else "no storage"
 
 
 def _how_many(plan: Plan, shards: int | None) -> int:

@@ -11,8 +11,7 @@ from pathlib import Path
 from springline.center import CenterError
 from springline.launch.directory import LaunchError, RunDirectory
 from springline.launch.guard import Guard
-from springline.launch.keeper import Keeper
-from springline.launch.others import OtherKeepers
+from springline.launch.keeper import Keeper, OtherKeepers
 from springline.launch.process import Job, Task, WorkerProcess, cores, environment
 from springline.launch.program import Program
 from springline.launch.request import ClusterRequest, check_first_file
@@ -50,8 +49,12 @@ class Backend:
     def tick(self) -> None:
         """Do periodic work; called several times a second."""
 
-    def gone(self, worker: Task, stopping: bool) -> None:
-        """Handle a worker that has ended or was lost, perhaps because all were stopped."""
+    def gone(self, worker: Task) -> None:
+        """Handle a worker that has ended or was lost."""
+
+    def hopeless(self) -> str | None:
+        """Return why no restart of a worker helps, if so."""
+        return None
 
     def finish_others(self) -> bool:
         """Write the final centers but the run's own, if it has others; whether all are whole."""
@@ -150,20 +153,6 @@ def _hold() -> socket.socket:
     return held
 
 
-def connect(address: str) -> None:
-    """Connect to a Ray cluster.
-
-    Raises:
-        LaunchError: there is none, or Ray is not installed.
-    """
-    try:
-        from springline.center.ray import connect as connect_to
-
-        connect_to(address)
-    except (CenterError, ImportError) as error:
-        raise LaunchError(str(error)) from error
-
-
 def choose_backend(
     claim: RunDirectory,
     program: Program,
@@ -194,9 +183,10 @@ def choose_backend(
         workers = len(before.workers)
     if before and before.ps and ps and workers != len(before.workers):
         raise LaunchError(
-            f"The run in {directory} has {len(before.workers)} workers, for good. Received: "
+            f"The run in {directory} has {len(before.workers)} workers, which is fixed. Received: "
             f"--workers {workers}. Leave it out, or start a new run."
         )
+    asked.check(ps)
     if start_from:
         check_first_file(start_from, asked.address, ps)
         if claim.configured_workers() is not None:
@@ -210,8 +200,12 @@ def choose_backend(
         others = OtherKeepers(claim, say)
         local = LocalBackend(program, directory, workers, ps or 0, keeper, others, start_from)
         return local, asked
-    asked.check(ps)
-    connect(asked.address)
+    try:
+        from springline.center.ray import connect
+
+        connect(asked.address)
+    except (CenterError, ImportError) as error:
+        raise LaunchError(str(error)) from error
     from springline.launch.ray_backend import RayBackend, connect_with, room  # Ray is there
 
     if asked.working_dir:
@@ -227,7 +221,7 @@ def _number(claim: RunDirectory, workers: int | None, default: int) -> int:
         return configured or default
     if configured not in (None, workers):
         raise LaunchError(
-            f"The run in {claim.path} has {configured} workers, for good. Received: "
+            f"The run in {claim.path} has {configured} workers, which is fixed. Received: "
             f"--workers {workers}. Leave it out, or start a new run."
         )
     return workers

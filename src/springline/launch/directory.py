@@ -94,8 +94,9 @@ class RunDirectory:
     def abandon(self) -> None:
         """Release the directory of a run that could not start; remove it if it was made for it."""
         with contextlib.suppress(OSError):  # it is not empty
-            if self._made:
+            if not self.continues:
                 (self.path / LOCK).unlink()
+            if self._made:
                 self.path.rmdir()
             if self._new:
                 self.path.parent.rmdir()
@@ -127,8 +128,8 @@ class RunDirectory:
         while members := _members(self.path / CENTER):
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"Workers without a launcher are at work in {self.path}: ranks {members}. "
-                    "End them first."
+                    f"Workers that no launcher started are running in {self.path}: ranks "
+                    f"{members}. End them first."
                 )
             time.sleep(0.05)
 

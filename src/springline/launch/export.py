@@ -68,7 +68,7 @@ def _find_center(directory: Path) -> tuple[Mapping[str, NDArray[Any]], str]:
         source = f"version {describe(saved).version} of {written}, from {saved}{busy}"
         return with_extras(place, read_center(saved)), source
     if state and state.cluster and state.center and not (state.ended and final.exists()):
-        storage = storage_of(state.cluster.get("storage"), directory, state.center)
+        storage = storage_of(state.cluster.storage, directory, state.center)
         if storage is None:
             raise LaunchError(
                 f"The center of the run in {directory} is on its cluster only (`--storage none`): "

@@ -1,7 +1,9 @@
-"""Keeps a run's center: checkpoints while it runs, a file of the model's own names at the end.
+"""Keeps a run's centers: checkpoints while it runs, a file of the model's own names at the end.
 
-RUN/center/               the center and its checkpoints
-RUN/center.safetensors    the center at the end of the run
+RUN/center/                    the center and its checkpoints
+RUN/center.safetensors         the center at the end of the run
+RUN/center-NAME/               that of another optimizer of the script
+RUN/center-NAME.safetensors    the same at the end
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from springline.center.checkpoint import describe, newest, read_center, write_te
 from springline.center.directory import LAYOUT_NAME
 from springline.center.extras import with_extras
 from springline.center.shared import CHECKPOINT_NAME
-from springline.launch.directory import CENTER, RunDirectory
+from springline.launch.directory import CENTER, RunDirectory, short
 from springline.launch.request import NO_STORAGE
 
 if TYPE_CHECKING:
@@ -213,6 +215,57 @@ class Keeper:
                 if not failed and not self._stop.is_set():  # once, not every 30 seconds
                     self._say(f"No checkpoint: {error}")
                 failed = True
+
+
+class OtherKeepers:
+    """Keeps the centers of a run's other optimizers, each with a keeper of its own.
+
+    Args:
+        claim: the run's directory.
+        say: prints what is lost, and where a center is at the end.
+    """
+
+    def __init__(self, claim: RunDirectory, say: Callable[[str], None]) -> None:
+        self._claim, self._say = claim, say
+        self._keepers: dict[str, Keeper] = {}
+        self._begun = False  # whether workers may have made some
+
+    def look(self) -> None:
+        """Begin to keep the centers that are new."""
+        for name in sorted({path.parent.name for path in self._layouts()} - self._keepers.keys()):
+
+            def say(text: str, name: str = name) -> None:
+                self._say(f"{name}: {text}")
+
+            keeper = Keeper(self._claim, say, name, new=self._begun)
+            keeper.start()
+            self._keepers[name] = keeper
+        self._begun = True
+
+    def finish(self) -> bool:
+        """Write the final centers when all workers are gone.
+
+        Returns:
+            Whether all are written and whole; what is not is reported.
+        """
+        whole = True
+        try:
+            self.look()
+        except CenterError as error:
+            whole = False
+            self._say(str(error))
+        for name, keeper in self._keepers.items():
+            try:
+                if final := keeper.finish():
+                    version = "" if keeper.version is None else f" (version {keeper.version:,})"
+                    self._say(f"{name} is in {short(final)}{version}.")
+            except (CenterError, OSError) as error:
+                whole = False
+                self._say(f"{name}: {error}")
+        return whole
+
+    def _layouts(self) -> list[Path]:
+        return list(self._claim.path.glob(f"{CENTER}-*/{LAYOUT_NAME}"))
 
 
 def storage_of(asked: str | None, directory: Path, name: str) -> str | None:

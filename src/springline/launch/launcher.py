@@ -12,22 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from springline.center import CenterError
-from springline.launch.backend import choose_backend, connect
+from springline.launch.backend import choose_backend
 from springline.launch.directory import RunDirectory
 from springline.launch.keeper import LostError
-from springline.launch.pressure import AT_ONCE, WITHOUT_PS, Pressure
-from springline.launch.process import Task
+from springline.launch.process import AT_ONCE, WITHOUT_PS, Pressure, Task
 from springline.launch.program import Program, check_same
-from springline.launch.request import ClusterRequest, check_first_file, check_numbers
-from springline.launch.restarts import RestartPolicy
+from springline.launch.request import ClusterRequest, RestartPolicy, check_numbers
 from springline.launch_state import NAME, LaunchState
 from springline.mistakes import MISTAKE
 from springline.run import REPORT, Run
 from springline.signals import noted
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that ask a launcher to stop
-_LOOK = 0.1  # seconds between two looks at the workers
-_PAUSE = 0.5  # seconds before a dead worker is restarted
+_LOOK = 0.05  # seconds between two looks at the workers
+_PAUSE = 0.3  # seconds before a dead worker is restarted: the screen shows that
 
 
 class Launcher:
@@ -63,22 +61,16 @@ class Launcher:
         confirm: Callable[[str], bool] = lambda _: False,
         say: Callable[[str], None] = print,
     ) -> None:
-        asked = cluster or ClusterRequest()
-        program.check()
         self._restarts = restarts or RestartPolicy()
-        self._restarts.check()
-        check_numbers(workers, ps)
-        asked.check(ps, goes_on=directory is not None)
-        if start_from:
-            check_first_file(start_from, asked.address, ps)
-        if asked.address:
-            connect(asked.address)  # before a directory is made
         self._claim = RunDirectory(directory)
         self._began_in = self._claim.path
         self.continues = self._claim.continues
         self._say = say
-        what = program, workers, ps, asked, start_from
+        what = program, workers, ps, cluster or ClusterRequest(), start_from
         try:
+            program.check()
+            self._restarts.check()
+            check_numbers(workers, ps)
             check_same(program, self._claim.path, confirm)
             self._backend, asked = choose_backend(self._claim, *what, self._tell)
             self._claim.make_private()
@@ -100,7 +92,7 @@ class Launcher:
             os.getpid(),
             [process.entry for process in self._processes],
             ps=[server.entry for server in self._servers],
-            cluster=asdict(asked) if asked.address else None,
+            cluster=asked if asked.address else None,
             center=self.center_name,
         )
         self._state.go_on(self.directory)
@@ -227,18 +219,15 @@ class Launcher:
     def _ended(self, process: Task) -> None:
         entry = process.entry
         how = f"{process.name.capitalize()} {process.describe_end()}"
-        self._backend.gone(process, self._status is not None)
-        if process.refused:
-            entry.state = "failed"
-            if self._status is None:  # else another worker's message was printed
-                self._stop(1)
-                self._tell(process.refused)
-        elif self._status is not None:
+        self._backend.gone(process)
+        if self._status is not None:
             entry.state = "stopped"
         elif entry.exit_code == 0:
             entry.state = "finished"
         elif entry.exit_code == MISTAKE:
             self._fail(process, f"{how}, after an error that no restart fixes: the run ends.")
+        elif why := self._backend.hopeless():
+            self._fail(process, f"{how}. {why}: the run ends.")
         elif which := self._restarts.next(process.name):
             entry.state = "restarting"
             process.restart_at = time.monotonic() + _PAUSE

@@ -1,4 +1,4 @@
-"""One worker of a run: started, looked at, signalled, killed, its output kept.
+"""One worker of a run: started, looked at, signalled, killed, its output kept; and all, stopped.
 
 RUN/logs/rank-K.log    what rank K prints, across restarts
 RUN/logs/ps-K.log      what parameter server K of a TensorFlow cluster prints
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -36,6 +36,13 @@ _MEMORY = {
 }
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
+# Seconds after a stop was requested, and the signal that remaining workers get then.
+Steps = tuple[tuple[float, signal.Signals], ...]
+USUAL: Steps = ((0.0, signal.SIGINT), (5.0, signal.SIGTERM), (8.0, signal.SIGKILL))
+# Without a parameter server a TensorFlow worker blocks in a call that ignores SIGINT.
+WITHOUT_PS: Steps = ((0.0, signal.SIGTERM), (3.0, signal.SIGKILL))
+AT_ONCE: Steps = ((0.0, signal.SIGKILL),)
+
 
 class Task(ABC):
     """One rank of a run, or one of its parameter servers, across restarts.
@@ -48,7 +55,6 @@ class Task(ABC):
     Attributes:
         entry: what is known of it.
         restart_at: when it is to be restarted, if it is.
-        refused: why the run cannot continue with it, if it cannot.
     """
 
     def __init__(self, directory: Path, number: int, job: Job = "worker") -> None:
@@ -59,7 +65,6 @@ class Task(ABC):
         self._warnings = directory / WARNINGS / f"{kind}-{number}.txt"
         self._warned = self._warnings.stat().st_size if self._warnings.exists() else 0  # bytes
         self.restart_at = 0.0
-        self.refused: str | None = None
         self._stopped = False
         self._mark = f"--- {kind} {number}, start "
 
@@ -216,6 +221,25 @@ class WorkerProcess(Task):
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+
+
+class Pressure:
+    """What workers get from now on until they end.
+
+    Args:
+        steps: seconds from now and the signal that is due then, in order.
+    """
+
+    def __init__(self, steps: Steps = USUAL) -> None:
+        self._since, self._left = time.monotonic(), list(steps)
+
+    def apply(self, workers: Iterable[Task]) -> None:
+        """Send the signals that are due; each is sent once."""
+        waited = time.monotonic() - self._since
+        while self._left and waited >= self._left[0][0]:
+            _, number = self._left.pop(0)
+            for worker in workers:
+                worker.kill() if number == signal.SIGKILL else worker.send(number)
 
 
 def describe_exit(code: int) -> str:

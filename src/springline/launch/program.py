@@ -62,8 +62,8 @@ def check_same(program: Program, directory: Path, confirm: Callable[[str], bool]
         differs = f"The run in {directory} was started with {before.script}"
         if not confirm(f"{differs}. Go on with {program.identity}?"):
             raise LaunchError(
-                f"{differs}. Received: {program.identity}. To go on with that all the same, give "
-                "`--yes`; else start a new run."
+                f"{differs}. Received: {program.identity}. To go on with it anyway, give `--yes`; "
+                "otherwise start a new run."
             )
 
 
@@ -92,4 +92,4 @@ def _check_script(script: Path) -> None:
     if not script.exists():
         raise LaunchError(f"There is no script {script}.")
     if not os.access(script, os.R_OK):
-        raise LaunchError(f"The script {script} cannot be read. May you?")
+        raise LaunchError(f"The script {script} cannot be read: check its permissions.")

@@ -99,19 +99,17 @@ class RayBackend(Backend):
             )
         self._waiting = waiting
 
-    def gone(self, worker: Task, stopping: bool) -> None:
-        """Report it to the center, so that no round waits for it; end a hopeless run."""
+    def gone(self, worker: Task) -> None:
+        """Report it to the center, so that no round waits for it."""
         self._center.gone(worker.entry.rank)
-        if stopping or worker.entry.exit_code == 0:
-            return
-        why = None
+
+    def hopeless(self) -> str | None:
+        """Return why no restart of a worker helps: this machine or the center is lost."""
         if self._is_cut_off():
-            why = "This machine has left the cluster (its Ray node has died)"
-        elif not self.resumable and self._center.is_lost():
-            why = "A part of the center has died, too, and is kept nowhere (`--storage none`)"
-        if why:
-            how = f"{worker.name.capitalize()} {worker.describe_end()}."
-            worker.refused = f"{how} {why}: the run ends."
+            return "This machine has left the cluster (its Ray node has died)"
+        if not self.resumable and self._center.is_lost():
+            return "A shard of the center has died, too, and has no checkpoint (`--storage none`)"
+        return None
 
     def finish(self, hurried: Callable[[], bool]) -> Path | None:
         """Write the final center and end its actors."""

@@ -148,10 +148,10 @@ class RayKeeper(Keeper):
             retire(self._cluster.center, self._cluster.token)
         if self._last is None:  # no worker has come in this launch
             return super()._left()
-        kept = "and was kept nowhere."
+        kept = "and it had no storage."
         if self._cluster.storage:
             kept = f"but in {self._cluster.storage}: `springline export` writes it to a file."
-        raise CenterError(f"It is not on the cluster any more, {kept}")
+        raise CenterError(f"It is no longer on the cluster, {kept}")
 
 
 def open_center(cluster: ClusterAddress) -> RayCenter | None:

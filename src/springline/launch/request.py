@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+import time
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from springline.center.first_values import check_file
 from springline.errors import LayoutError
@@ -28,15 +27,18 @@ _OPTIONS = {
 class ClusterRequest(Asked):
     """The options for a Ray cluster."""
 
-    def check(self, ps: int | None, goes_on: bool = True) -> None:
+    def check(self, ps: int | None) -> None:
         """Refuse options that contradict each other, or are out of range.
 
         Args:
             ps: how many parameter servers are asked for.
-            goes_on: whether the run may be an earlier one, whose address is recorded.
         """
-        if not goes_on:
-            self._check_address()
+        for name, option in _OPTIONS.items():
+            if self.address is None and getattr(self, name) is not None:
+                raise LaunchError(
+                    f"`{option}` is for a run on a cluster. Give its address with `--address`, or "
+                    "leave it out."
+                )
         if self.address and ps:
             raise LaunchError(
                 f"`--ps` starts parameter servers on this machine only. Received: --ps {ps} with "
@@ -76,31 +78,57 @@ class ClusterRequest(Asked):
             given["working_dir"] = str(Path(self.working_dir).absolute())
         return ClusterRequest(**given)
 
-    def over(self, before: Mapping[str, Any] | None, directory: Path) -> ClusterRequest:
+    def over(self, before: Asked | None, directory: Path) -> ClusterRequest:
         """Return this, completed with the options of an earlier launch here, if any."""
         given = {k: v for k, v in asdict(self).items() if v is not None}
-        known = {field.name for field in fields(self)}
-        asked = {k: v for k, v in (before or {}).items() if k in known}
-        made = before is not None and CenterStatus.read(directory / CENTER)
+        asked = asdict(before or Asked())
+        made = before and CenterStatus.read(directory / CENTER)
         for name in ("storage", "shards") if made else ():
-            if given.get(name, asked.get(name)) != asked.get(name):
-                option, was = _OPTIONS[name], asked.get(name)
+            if given.get(name, asked[name]) != asked[name]:
+                option, was = _OPTIONS[name], asked[name]
                 how = f"without `{option}`" if was is None else f"with `{option} {was}`"
                 raise LaunchError(
-                    f"The run in {directory} was started {how}, for good. Received: `{option} "
-                    f"{given[name]}`. Leave it out, or start a new run."
+                    f"The run in {directory} was started {how}, which is fixed. Received: "
+                    f"`{option} {given[name]}`. Leave it out, or start a new run."
                 )
-        merged = ClusterRequest(**{**asked, **given})
-        merged._check_address()
-        return merged
+        return ClusterRequest(**{**asked, **given})
 
-    def _check_address(self) -> None:
-        for name, option in _OPTIONS.items():
-            if self.address is None and getattr(self, name) is not None:
-                raise LaunchError(
-                    f"`{option}` is for a run on a cluster. Give its address with `--address`, or "
-                    "leave it out."
-                )
+
+@dataclass
+class RestartPolicy:
+    """So many restarts of each worker within a window: older ones do not count.
+
+    Args:
+        most: how many; −1 for no limit.
+        window: in seconds.
+
+    >>> policy = RestartPolicy(1)
+    >>> policy.next("worker 0"), policy.next("worker 1"), policy.next("worker 0")
+    ('1 of 1', '1 of 1', None)
+    """
+
+    most: int = 3
+    window: float = 600.0
+    _times: dict[str, list[float]] = field(default_factory=dict)  # by worker
+
+    def check(self) -> None:
+        """Refuse numbers that are out of range."""
+        if self.most < -1:
+            raise LaunchError(
+                "`--max-restarts` must be an integer >= 0, or -1 for no limit. Received: "
+                f"{self.most}."
+            )
+        if not self.window > 0:
+            raise LaunchError(f"`--restart-window` must be seconds > 0. Received: {self.window:g}.")
+
+    def next(self, name: str) -> str | None:
+        """Count a restart of a worker; return which one it is, or None if there is none left."""
+        now = time.monotonic()
+        recent = [at for at in self._times.get(name, []) if now - at < self.window]
+        if -1 < self.most <= len(recent):
+            return None
+        self._times[name] = [*recent, now]
+        return f"{len(recent) + 1} of {self.most}" if self.most > -1 else f"{len(recent) + 1}"
 
 
 def check_first_file(path: Path, address: str | None, ps: int | None) -> None:

@@ -43,15 +43,15 @@ class Timeline:
         """Return with which lines a worker came back, but not when all did after a break."""
         breaks = np.searchsorted(self.resumptions(), series.time, side="right")
         after_a_break = np.diff(breaks, prepend=breaks[0]) > 0
-        return series.births & ~after_a_break
+        return series.begins & ~after_a_break
 
     @cached_property
     def _lines(self) -> tuple[Floats, NDArray[np.bool_]]:
         """When there is any line, and whether it is the first after a break."""
         lines = np.unique(np.concatenate([series.time for series in self.metrics.values()]))
-        births = [series.time[series.births] for series in self.metrics.values()]
+        begins = [series.time[series.begins] for series in self.metrics.values()]
         gaps = np.diff(lines, prepend=lines[0])
-        breaks = (gaps > _BREAK) & np.isin(lines, np.concatenate(births)) & (not self.launches)
+        breaks = (gaps > _BREAK) & np.isin(lines, np.concatenate(begins)) & (not self.launches)
         first = np.searchsorted(lines, np.array(self.launches, float))
         breaks[first[(first > 0) & (first < len(lines))]] = True
         return lines, breaks
@@ -122,10 +122,10 @@ def quantities(metrics: dict[int, Series]) -> dict[str, list[str]]:
 
 def is_strong(name: str, metrics: dict[int, Series]) -> bool:
     """Whether it is the center's, or only one worker logs it."""
-    speakers = [s for s in metrics.values() if np.isfinite(s.values.get(name, np.empty(0))).any()]
-    if len(speakers) == 1 and len(metrics) > 1:
+    ranks = [s for s in metrics.values() if np.isfinite(s.values.get(name, np.empty(0))).any()]
+    if len(ranks) == 1 and len(metrics) > 1:
         return True
-    return name.startswith("center") or (is_center(name) and len(speakers) == 1)
+    return name.startswith("center") or (is_center(name) and len(ranks) == 1)
 
 
 def is_logarithmic(quantity: str, values: Floats) -> bool:

@@ -124,14 +124,14 @@ class Series:
         time: seconds since the epoch, never going back.
         step: local steps; goes back where a restart repeats what was lost.
         values: by name; NaN where a line has no such value or it was not finite.
-        births: whether a line begins another incarnation of the worker.
+        begins: whether a line begins another incarnation of the worker.
     """
 
     rank: int
     time: Floats
     step: NDArray[np.int64]
     values: dict[str, Floats]
-    births: NDArray[np.bool_]
+    begins: NDArray[np.bool_]
 
     @classmethod
     def of(cls, rank: int, lines: Iterable[Line]) -> Series:
@@ -140,18 +140,18 @@ class Series:
         names = dict.fromkeys(name for line in lines for name in line.values)
         time = np.array([line.time for line in lines], float)
         step = np.array([line.step for line in lines], np.int64)
-        births = np.array([not line.values for line in lines], bool)
-        births[1:] |= np.diff(step) < 0
-        births[:1] = False
+        begins = np.array([not line.values for line in lines], bool)
+        begins[1:] |= np.diff(step) < 0
+        begins[:1] = False
         values = {n: np.array([line.values.get(n, math.nan) for line in lines]) for n in names}
-        return cls(rank, np.maximum.accumulate(time), step, values, births)
+        return cls(rank, np.maximum.accumulate(time), step, values, begins)
 
     def with_starts(self, starts: Iterable[float]) -> Series:
         """Add the restarts that the launcher saw: not every script counts with `steps`."""
         at = np.searchsorted(self.time, np.array([*starts], float))
-        births = self.births.copy()
-        births[at[(at > 0) & (at < len(births))]] = True
-        return replace(self, births=births)
+        begins = self.begins.copy()
+        begins[at[(at > 0) & (at < len(begins))]] = True
+        return replace(self, begins=begins)
 
 
 def read_metrics(directory: Path) -> dict[int, Series]:

@@ -182,8 +182,8 @@ def _draw_quantity(
             if known.any():
                 color = colors[whose or name] if strong else colors[rank]
                 line = _line(whose or name, color) if strong else _thin_line(rank, whose, color)
-                deaths = np.flatnonzero(np.diff(np.cumsum(series.births)[known])) + 1
-                _draw_series(ax, place(series)[known], values[known], deaths, line)
+                gaps = np.flatnonzero(np.diff(np.cumsum(series.begins)[known])) + 1
+                _draw_series(ax, place(series)[known], values[known], gaps, line)
     ax.grid(alpha=0.25, lw=0.6)
     ax.spines[["top", "right"]].set_visible(False)
     ax.margins(x=0.02)
@@ -209,7 +209,7 @@ def _mark_restarts(ax: Axes, restarts: dict[int, Floats], colors: dict[str | int
 
 
 def _draw_series(
-    ax: Axes, x: Floats, y: Floats, deaths: NDArray[np.intp], line: dict[str, Any]
+    ax: Axes, x: Floats, y: Floats, gaps: NDArray[np.intp], line: dict[str, Any]
 ) -> None:
     """Draw a line, open or dotted where its worker was dead; a noisy one smoothed, over a faint.
 
@@ -218,23 +218,23 @@ def _draw_series(
     log = ax.get_yscale() == "log"
     seen = np.log(y) if log else y
     width = 2 * (len(y) // 60) + 1 if len(y) >= _NOISY else 1
-    mean = np.concatenate([smooth(part, width) for part in np.split(seen, deaths)])
+    mean = np.concatenate([smooth(part, width) for part in np.split(seen, gaps)])
     spread = np.subtract(*np.percentile(seen, [95, 5])) + 1e-6 * np.abs(seen).max()
     noisy = np.median(np.abs(seen - mean)) > 0.01 * spread
     mean = np.exp(mean) if log else mean
     marker = "o" if len(y) <= (_FEW if line["zorder"] == _FRONT else 2) else ""
     if len(y) > 2 * _POINTS:  # more than there are pixels
         some = np.linspace(0, len(y) - 1, _POINTS).astype(int)
-        x, y, mean, deaths = x[some], y[some], mean[some], np.searchsorted(some, deaths)
-    if line["zorder"] == _FRONT and len(deaths):  # the center lived on, unmeasured
-        ends = np.stack([deaths - 1, deaths])
+        x, y, mean, gaps = x[some], y[some], mean[some], np.searchsorted(some, gaps)
+    if line["zorder"] == _FRONT and len(gaps):  # the center lived on, unmeasured
+        ends = np.stack([gaps - 1, gaps])
         ax.plot(x[ends], (mean if noisy else y)[ends], color=line["color"], lw=1.0, ls=":")
-    x, y, mean = (np.insert(values, deaths, np.nan) for values in (x, y, mean))
+    x, y, mean = (np.insert(values, gaps, np.nan) for values in (x, y, mean))
     if noisy:
         ax.plot(x, y, color=line["color"], lw=0.6, alpha=0.18)
     ax.plot(x, mean if noisy else y, marker=marker, ms=4, **line)
-    gap = np.isnan(np.concatenate([[np.nan], y, [np.nan]]))
-    lonely = ~gap[1:-1] & gap[:-2] & gap[2:]  # an incarnation of one value has no line
+    empty = np.isnan(np.concatenate([[np.nan], y, [np.nan]]))
+    lonely = ~empty[1:-1] & empty[:-2] & empty[2:]  # an incarnation of one value has no line
     if lonely.any() and not marker:
         ax.plot(x[lonely], y[lonely], color=line["color"], marker="o", ms=3, ls="")
 

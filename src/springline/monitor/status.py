@@ -23,7 +23,7 @@ from springline.monitor.sources import CenterReader, CenterState, RankReader
 from springline.typed import Count, convert
 
 # "left" is a worker that is no member of its center any more, and no launcher reports why. It is
-# "unknown" if the center is with the workers and no launcher has started them.
+# "unknown" if the center is on every rank and no launcher has started them.
 State = WorkerState | Literal["left", "unknown"]
 _DIGITS = 20  # of a number of steps, at most
 

@@ -129,7 +129,7 @@ def footer(status: Status) -> str:
 
 def _left_out(status: Status) -> list[str]:
     parts = [f"{many(status.left_out, 'part')} left out"] if status.left_out else []
-    lines = f"{many(status.bad_lines, 'bad line')} of metrics left out"
+    lines = f"{many(status.bad_lines, 'bad line')} of metrics skipped"
     return [*parts, lines] if status.bad_lines else parts
 
 
@@ -138,7 +138,7 @@ def _center_in_words(status: Status) -> str:
         return f"the center is on {many(status.ps, 'parameter server')}"
     age = status.checkpoint_age
     if status.version is None and age is not None and not status.settings:
-        return f"the center is with the workers  ·  checkpoint {ago(age)}"
+        return f"the center is on every rank  ·  checkpoint {ago(age)}"
     if status.version is None:
         return "no center yet" if not status.settings else "the center is gone; no checkpoint"
     words = [f"center version {status.version:,}"]
