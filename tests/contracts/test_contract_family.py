@@ -231,8 +231,8 @@ def test_a_worker_that_joins_moves_nothing(place, fragments, background, togethe
         values = {n: 100 * random.standard_normal(v.shape, v.dtype) for n, v in start().items()}
         return place.worker(values, rule, 1)
 
-    def come_and_go(times=100 if place.steps_here else 10):
-        for _ in range(times):
+    def come_and_go():
+        for _ in range(100):
             late = join()
             late.parameters["w"] += 100
             leave = late.finish if random.integers(2) else late.member.leave
