@@ -26,7 +26,8 @@ class Replicas:
 
     The mean of different messages is none of them; that of copies is each of them. A few values of
     many parameters show it: they are exchanged with a center of this worker's own, too, and come
-    out the same. Without rounds this shows nothing: copies adopt the center at different times.
+    out the same. Without rounds, and with overlap, this shows nothing: copies adopt the center at
+    different steps.
 
     Attributes:
         done: whether there is nothing to notice any more.
