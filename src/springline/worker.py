@@ -146,7 +146,7 @@ class Worker(WorkerArrays):
             raise
         if overlap or rule.delay:
             self.background = Background(self, rule.delay)
-        self._replicas = Replicas(center, rule, self.rank)
+        self._replicas = Replicas(center, rule, self.member, self.local)
         run_centers.note_center(self, given)
         progress.note_worker(self)
 
@@ -295,7 +295,8 @@ class Worker(WorkerArrays):
         if self.missed:
             return False
         start, fragment = time.perf_counter(), self.fragment
-        before = None if self._replicas.done else self._replicas.look(local.x, fragment)
+        if not self._replicas.done:
+            self._replicas.before(local)
         try:
             exchanged = self.member.exchange(local)
         except NonFiniteError:
@@ -310,8 +311,8 @@ class Worker(WorkerArrays):
             self.distance = local.distance.take()
         if not exchanged:
             return False
-        if before is not None:
-            self._replicas.compare(before, self._replicas.look(local.x, fragment), fragment)
+        if not self._replicas.done:
+            self._replicas.after(local)
         here = self.layout.fragment_bytes[fragment]
         self.bytes_exchanged += 2 * (here.stop - here.start)
         self.exchanges += 1

@@ -1,9 +1,12 @@
 """DiLoCo and its relatives on every kind of center: fragments, delays, mixing and schedules."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from centers import on
 
+from own_rules import Ahead, MeanOfPseudoGradients
 from recorded import TORCHFT, adoptions, diloco_of, gradient, start
 from springline import AGN, AsyncDiLoCo, DiLoCo, ElasticAverage, ModelAverage, SlowMo, outer
 from springline.rules import SGD
@@ -153,6 +156,65 @@ def test_bytes_are_those_of_the_fragments(place, together):
     assert workers[0].bytes_exchanged == 2 * workers[0].layout.nbytes
 
 
+COPIES = {
+    "average": ModelAverage,
+    "diloco": DiLoCo,
+    "own rule": lambda **k: MeanOfPseudoGradients(outer=Ahead(), **k),
+    "block momentum, rates by number": lambda **k: DiLoCo(
+        outer=outer.BlockMomentum(lambda n: 1 / (n + 1), nesterov=True), **k
+    ),
+    **{name: IN_ROUNDS[name] for name in ("adam outside", "slowmo", "warm-up")},
+    **{name: IN_ROUNDS[name] for name in ("delay and fragments", "average in fragments")},
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+@on("synchronous", fixed=True)
+def test_copies_of_each_other_are_noticed(place, name, together, caplog):
+    """All see the same data; a run of workers that see their own says nothing."""
+
+    def train(place, same):
+        made = place.workers(start(), COPIES[name](workers=3, period=4))
+        inners = [Optimizer(outer.Momentum(0.05)) for _ in made]
+
+        def step(worker, inner):
+            rank = 0 if same else worker.rank
+            inner.step(worker.parameters, gradient(rank, worker.local_step, worker.parameters))
+            worker.step()
+
+        for worker in made:
+            worker.set_learning_rate(0.05)
+        for _ in range(20):
+            together(*[partial(step, *both) for both in zip(made, inners, strict=True)])
+
+    train(place.other(), same=False)
+    assert "the same parameters" not in caplog.text
+    train(place, same=True)
+    warned = [r.getMessage() for r in caplog.records if "the same parameters" in r.getMessage()]
+    assert sorted(text[:7] for text in warned) == [f"Rank {rank}:" for rank in range(3)]
+
+
+@on("synchronous")
+def test_who_was_alone_is_no_copy_of_who_joins(place, caplog):
+    """The other comes too late for the round that makes this one suspicious."""
+    rule = ModelAverage(workers=2, period=1)
+    worker = place.worker(start(), rule, 0)
+    exchange = worker.member.exchange
+
+    def and_another_joins(local):
+        done = exchange(local)
+        place.worker(start(), rule, 1)
+        return done
+
+    for step in range(4):
+        worker.parameters["w"] += 1
+        if step == 3:
+            worker.member.exchange = and_another_joins
+        worker.step()
+    assert worker.center.members() == [0, 1]
+    assert "the same parameters" not in caplog.text
+
+
 @pytest.mark.parametrize("fragments", [1, 2])
 @on("synchronous")
 def test_a_worker_that_joins_moves_nothing(place, fragments, background, together):
@@ -169,8 +231,8 @@ def test_a_worker_that_joins_moves_nothing(place, fragments, background, togethe
         values = {n: 100 * random.standard_normal(v.shape, v.dtype) for n, v in start().items()}
         return place.worker(values, rule, 1)
 
-    def come_and_go(times=100 if place.steps_here else 10):
-        for _ in range(times):
+    def come_and_go():
+        for _ in range(100):
             late = join()
             late.parameters["w"] += 100
             leave = late.finish if random.integers(2) else late.member.leave

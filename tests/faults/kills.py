@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 from invariants import WORKERS, Snapshot
-from nursery import BUSY, CHILDREN, COLUMNS, DONE, LAST, LONGEST, open_board
+from nursery import BUSY, CHILDREN, COLUMNS, DONE, LONGEST, PROCESS, open_board
 from replays import SUBJECTS
 
 from springline.center import CenterError, SharedCenter
@@ -23,7 +23,7 @@ from springline.center.plan import EXCHANGES, STEPS
 
 NURSERY = Path(__file__).with_name("nursery.py")
 _PATH = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # the tests' own rules
-LONGEST_WAIT = 1.0  # seconds between two exchanges of a live worker
+LONGEST_WAIT = 1.0  # seconds between two exchanges of a live worker, by its `Clock`
 PATIENCE = 20.0  # seconds for what has no bound of its own
 
 
@@ -67,7 +67,7 @@ class Drill:
             shutil.rmtree(memory)
 
     def __str__(self):
-        inside, exchanges = self.interrupted.sum(), self.board[:, DONE].sum()
+        inside, exchanges = self.interrupted.sum(), self.board[:WORKERS, DONE].sum()
         return (
             f"{self.name}: {inside} of {self.kills} kills inside an exchange, {exchanges} "
             f"exchanges, version {self.version}, longest wait {self.longest:.3f} s"
@@ -89,7 +89,7 @@ class Drill:
 
     def start(self, rank):
         """Start the worker of that rank."""
-        self.board[rank, [LAST, BUSY]] = 0
+        self.board[rank, [PROCESS, BUSY]] = 0
         self.processes[rank] = int(self.ask(f"start {rank}"))
 
     def kill(self, rank, at_once):
@@ -111,14 +111,9 @@ class Drill:
             self.start(rank)
 
     def watch(self, until):
-        """Look at the version and at the live workers' last exchanges until something holds."""
+        """Look at the version until something holds."""
         end = time.monotonic() + PATIENCE
         while True:
-            now = time.monotonic_ns()
-            for rank in self.processes:
-                last = self.board[rank, LAST]
-                waits = (now - last) / 1e9 if last else 0.0
-                self.demand(waits <= LONGEST_WAIT, f"rank {rank} waits since {waits:.2f} s")
             if self.center:
                 version = self.center.version
                 self.demand(version >= self.version, f"version {self.version} → {version}")
@@ -149,7 +144,7 @@ class Drill:
 
     def finish(self):
         """Stop all workers: nothing is lost, no lock is held, nothing is left."""
-        self.board[-1, LAST] = 1
+        self.board[-1, DONE] = 1
         for rank, process in self.processes.items():
             status = int(self.ask(f"reap {process}"))
             self.demand(status == 0, f"rank {rank} ended with {status}")
@@ -183,7 +178,7 @@ class Drill:
 
     @property
     def longest(self):
-        """The longest time, in seconds, between two exchanges of a worker."""
+        """The longest time, in seconds, between two exchanges of a worker, by its `Clock`."""
         return float(self.board[:, LONGEST].max()) / 1e9
 
     def ask(self, line):

@@ -19,20 +19,48 @@ from replays import SUBJECTS
 
 from springline.worker import Worker
 
-# Columns of the board, a mapped file with a row per rank. The last row's LAST asks all to stop.
-LAST, LONGEST, DONE, BUSY, CHILDREN, COLUMNS = range(6)
+# Columns of the board, a mapped file with a row per rank. The last row's DONE asks all to stop.
+PROCESS, LONGEST, DONE, BUSY, CHILDREN, COLUMNS = range(6)
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def open_board(path):
-    """Map the board: LAST exchange, LONGEST wait between two, DONE, BUSY now, CHILDREN forked."""
+    """Map the board: PROCESS id, LONGEST wait for an exchange, DONE, BUSY now, CHILDREN forked."""
     return np.memmap(path, np.int64, "r+", shape=(WORKERS + 1, COLUMNS))
+
+
+class Clock:
+    """What goes by while no worker that could run is kept from a CPU, in nanoseconds.
+
+    So it shows how long a worker has waited for the others, however busy the machine is. (Where
+    several are kept from one at once it counts each: then it is slow.)
+    """
+
+    def __init__(self, board):
+        self._board = board
+        self._last = time.monotonic_ns(), self._kept_waiting()
+
+    def _kept_waiting(self):
+        """By process, how long it could run, and the kernel let others; of all that live."""
+        found = {}
+        for process in self._board[:WORKERS, PROCESS].tolist():
+            with contextlib.suppress(OSError, ValueError):  # it is gone, or has just begun
+                found[process] = int(Path(f"/proc/{process}/schedstat").read_text().split()[1])
+        return found
+
+    def lap(self):
+        """Return how much has gone by since the last call."""
+        (then, before), self._last = self._last, (time.monotonic_ns(), self._kept_waiting())
+        now, after = self._last
+        kept = sum(after[process] - before.get(process, 0) for process in after)
+        return max(0, now - then - kept)
 
 
 def live(rank, home, subject, locking, leash):
     """Exchange as fast as possible until all are asked to stop."""
     board = open_board(home / "board")
     row = board[rank]
+    row[PROCESS] = os.getpid()
     # A restarted worker comes with other values, which must not get into the center.
     values = first_values(-1e6 if row[DONE] else subject.first)
     worker = Worker(values, subject.rule, home / "center", rank, use_locking=locking)
@@ -40,14 +68,14 @@ def live(rank, home, subject, locking, leash):
         os.read(leash, 1)
         os._exit(0)
     row[CHILDREN] += 1
-    while not board[-1, LAST]:
+    clock = None  # while it starts
+    while not board[-1, DONE]:
         subject.before(worker)
         row[BUSY] = 1
         worker.step()
-        now = time.monotonic_ns()
-        if row[LAST]:  # 0 while it starts
-            row[LONGEST] = max(row[LONGEST], now - row[LAST])
-        row[LAST] = now
+        if clock:
+            row[LONGEST] = max(row[LONGEST], clock.lap())
+        clock = clock or Clock(board)
         row[DONE] += 1
         row[BUSY] = 0
         subject.after(worker)

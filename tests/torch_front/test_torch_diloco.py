@@ -128,6 +128,18 @@ def test_a_group_that_comes_during_a_delay(fragments):
     assert opt.worker.center.version == like.worker.center.version == 5 * fragments // 2
 
 
+def test_slowmo_finishes_with_a_group_that_has_made_no_step():
+    model, more = network(), nn.Parameter(torch.ones(2))
+    opt = wrap("slowmo", INNERS["sgd"](model.parameters()), 4)
+    train(model, opt, range(3))
+    trained = weights(model)
+    opt.add_param_group({"params": [more], "lr": 0.01})
+    opt.finish()
+    near(weights(model), trained)  # the first step of slow momentum is averaging
+    assert more.tolist() == [1, 1]
+    assert opt.worker.center.version == 1
+
+
 def test_closures_that_are_called_again_and_again():
     """LBFGS inside: a step is one step, however often it looks at the loss."""
     model = network()

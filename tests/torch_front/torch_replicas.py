@@ -1,12 +1,13 @@
 """A training script for `torchrun`: with DDP, the same data on all ranks, or as it should be."""
 
+import functools
 import sys
 
 import torch
 import torch.distributed as dist
 
 import springline
-from springline.torch import ModelAverageOptimizer
+from springline.torch import DiLoCoOptimizer, ModelAverageOptimizer
 
 
 def main(how: str) -> None:
@@ -14,7 +15,11 @@ def main(how: str) -> None:
     torch.manual_seed(0)
     net = torch.nn.Linear(4, 2)
     opt = torch.optim.SGD(net.named_parameters(), lr=0.1)
-    opt = ModelAverageOptimizer(opt, model=net, period=2)
+    if how == "same":
+        outer = functools.partial(torch.optim.AdamW, lr=0.01)
+        opt = DiLoCoOptimizer(opt, model=net, period=2, outer=outer)
+    else:
+        opt = ModelAverageOptimizer(opt, model=net, period=2)
     model = torch.nn.parallel.DistributedDataParallel(net) if how == "ddp" else net
     data = torch.Generator().manual_seed(0 if how == "same" else dist.get_rank())
     for _ in springline.steps(16):

@@ -70,9 +70,8 @@ class PseudoGradient(Rule):
         return True
 
     def settings(self) -> dict[str, Any]:
-        """Also the outer optimizer, the delay and the mixing."""
-        own = {"outer": self.outer.settings(), "delay": int(self.delay)}
-        return super().settings() | own | {"mixing": float(self.mixing)}
+        """Also the delay and the mixing."""
+        return super().settings() | {"delay": int(self.delay), "mixing": float(self.mixing)}
 
     def contribute(self, x: Array, a: Array, base: Array, n: int, out: Array) -> Array:
         """`base − x`."""

@@ -214,9 +214,11 @@ class SlowMoOptimizer(_PseudoGradientOptimizer):
         if not self._sums:
             return
         _, sums = self._sums[worker.fragment]
-        for group, (total, steps) in zip(self.param_groups, sums, strict=False):
+        means = [total / steps for total, steps in sums]
+        new = [float(group.get("lr", 0.0)) for group in self.param_groups[len(sums) :]]
+        for group, rate in zip(self.param_groups, means + new, strict=False):
             for p in group["params"]:
-                worker.local.rates[self._entries[id(p)]] = total / steps
+                worker.local.rates[self._entries[id(p)]] = rate
 
     def _worker_state(self) -> State:
         return super()._worker_state() | {"rates": dict(self._sums)}
