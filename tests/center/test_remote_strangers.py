@@ -57,7 +57,7 @@ class Scene:
     def good(self):
         """What would be taken from the second worker, by the parameter's name."""
         incarnation, shard = self.two.member._incarnation, self.service.shards[0].target
-        sender = Sender(1, incarnation, 1, 1, 1, 0.0)
+        sender = Sender(1, RankProgress(incarnation, 1, 1, 1))
         data = np.zeros(len(shard._center), np.uint8)
         return {
             **{"rank": 1, "incarnation": incarnation, "number": 1, "row": RankProgress()},
@@ -81,7 +81,10 @@ class Scene:
             "exchanges": NOT_WHOLE,
             "seconds": [np.nan, np.inf, -1.0, "1", None],
         }
-        senders = [None, *vary(good["sender"], fields)]
+        sender = good["sender"]
+        rows = vary(sender.row, {key: fields[key] for key in fields if key != "rank"})
+        wrong = {"rank": fields["rank"], "others": NOT_WHOLE, "row": [None, *rows]}
+        senders = [None, *vary(sender, wrong)]
         message = good["message"]
         parts = {
             "sender": senders,
@@ -254,7 +257,8 @@ def test_no_block_of_an_exchange_is_applied_that_is_not_finite(scene, rule):
     version = here.one.center.version
     bad = not_finite(message.data)
     for number, data in enumerate([*bad[::2], *bad[1::2]], start=1):  # in the first block, the last
-        sender, before = replace(message.sender, number=number), bytes(shard._center)
+        row, before = replace(message.sender.row, number=number), bytes(shard._center)
+        sender = replace(message.sender, row=row)
         reply = here.call("shard", "exchange", replace(message, sender=sender, data=data))
         (at,) = reply.refused
         if number <= 3:

@@ -157,11 +157,10 @@ class Interceptor:
     def _sender(self, sender: Any) -> None:
         _typed("sender", sender, Sender)
         self._rank(sender.rank)
-        for name in ("incarnation", "number", "steps", "exchanges"):
-            _whole(getattr(sender, name), name)
         _whole(sender.others, "others", 0)
-        _finite("seconds", sender.seconds)
-        self._issued(sender.rank, sender.incarnation)
+        self._row(sender.row)
+        _whole(sender.row.number, "number")
+        self._issued(sender.rank, sender.row.incarnation)
 
     def _message(self, message: Any) -> None:
         _typed("message", message, Message)

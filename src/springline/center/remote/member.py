@@ -216,8 +216,7 @@ class RemoteMember(Member):
         if failed:
             raise failed
         if refused:
-            before = {"steps": self._row.steps, "exchanges": self._row.exchanges}
-            sender = replace(messages[0].sender, **before)
+            sender = messages[0].sender.counted_as(self._row)
             for k in range(len(calls)):
                 self.ask(k, "discount", sender).result()
             raise refused
@@ -231,8 +230,8 @@ class RemoteMember(Member):
         local = blocks.local
         data = [blocks.data(k) for k in range(len(self.center.shards))]
         row = self._row = replace(self._row, number=self._row.number + 1)
-        this = self.rank, self._incarnation, row.number
-        sender = Sender(*this, local.steps, row.exchanges + 1, row.seconds, self._others)
+        with_this = replace(row, steps=local.steps, exchanges=row.exchanges + 1)
+        sender = Sender(self.rank, with_this, self._others)
         own = local.seen.copy(), local.rates.copy()
         return [Message(sender, blocks.fragment, part, *own) for part in data]
 

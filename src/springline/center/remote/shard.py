@@ -15,7 +15,6 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -138,7 +137,8 @@ class Shard:
         """Apply a worker's exchange, once."""
         sender, steps = message.sender, self._steps[message.fragment]
         self._check_ready()
-        with self._ledger.one_at_a_time(sender), self._turn:
+        with self._turn:  # a retry may arrive while its exchange is applied
+            self._ledger.check(sender)
             if self._ledger.applied(sender):
                 return self._replies.to(sender) or Reply(steps.published(), forgotten=True)
             self._replies.forget(sender.rank)
@@ -148,7 +148,7 @@ class Shard:
                 self._replies.keep(sender, reply)
             self._note(sender)
             if reply.refused:
-                self.discount(replace(sender, steps=before.steps, exchanges=before.exchanges))
+                self.discount(sender.counted_as(before))
         return reply
 
     def discount(self, sender: Sender) -> None:
@@ -265,7 +265,7 @@ class Shard:
         rows = self._ledger.rows()
         mine = rows[sender.rank].exchanges if sender.rank in rows else 0
         others = sum(row.exchanges for row in rows.values()) - mine
-        worker = sender.rank, sender.incarnation
+        worker = sender.rank, sender.row.incarnation
         staleness = max(0, others - self._others.get(worker, sender.others))
         self._others[worker] = others
         return Exchange(number=self._base + others + mine, staleness=staleness)
