@@ -55,7 +55,7 @@ class RemoteMember(Member):
         self._leaver = 0  # the thread that has left
         self._problem: CenterError | None = None  # why we are no member any more
         self.was_sealed = bool(self.ask_head("sealed"))
-        self._incarnation, row, _ = self.ask_head("join", rank, None)
+        self._incarnation, row = self.ask_head("join", rank, None)
         self.start_step = row.steps
         self._row = RankProgress(self._incarnation, 0, row.steps, row.exchanges, row.seconds)
         self._others = sum(p.exchanges for r, p in enumerate(center.progress()) if r != rank)
