@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from springline import checks
-from springline.center.center import Local
 from springline.center.layout import Bytes, Layout
+from springline.center.local import Local
 from springline.rules.rule import Rule
 
 Array = NDArray[Any]

@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from springline import checks, progress, run_centers
 from springline.arrays import WorkerArrays
 from springline.background import Background
-from springline.center.center import Center, Local
+from springline.center.center import Center
 from springline.center.first_values import OtherNames
 from springline.center.layout import Bytes, Layout, aligned_zeros
+from springline.center.local import Local
 from springline.center.memory import LocalCenter
 from springline.errors import CenterError, FinishedError, NonFiniteError, SettingsError
 from springline.pace import Pace

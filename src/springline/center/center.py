@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,59 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from springline import checks
-from springline.center.blocks import NO_RATE
-from springline.center.distance import Distance
-from springline.center.layout import Bytes, Layout, aligned_zeros
+from springline.center.layout import Bytes, Layout
+from springline.center.local import Local
 from springline.center.plan import Plan
 from springline.errors import CenterError, LayoutError, NonFiniteError, RankError, SettingsError
 from springline.rules.rule import Rule
 
 _Self = TypeVar("_Self", bound="Center")
-
-
-class Local:
-    """One worker's flat buffers, laid out as the center is.
-
-    Args:
-        layout: the model's.
-        rule: decides which buffers there are.
-        allocate: makes a buffer of so many bytes, all zero.
-
-    Attributes:
-        x: the worker's parameters and buffers.
-        a: its accumulated gradient, if the rule has one.
-        base: `c̃`, if the rule keeps it.
-        gradients: how many gradients `a` holds, per fragment.
-        seen: per entry, whether `a` holds a gradient for it; where not, its part of `a` is void.
-        rates: per entry, the learning rate that goes with a message; `NO_RATE` for none.
-        steps: local steps of the worker's rank, across restarts.
-        speed: local steps per second since the last exchange, if the rule asks.
-        distance: how far it is from the center, `‖x − c‖/‖c‖`, at an exchange.
-    """
-
-    def __init__(
-        self, layout: Layout, rule: Rule, allocate: Callable[[int], Bytes] = aligned_zeros
-    ) -> None:
-        self.layout = layout
-        self.x: Bytes = allocate(layout.nbytes)
-        self.a: Bytes | None = allocate(layout.nbytes) if rule.accumulates else None
-        self.base: Bytes | None = allocate(layout.nbytes) if rule.keeps_base else None
-        self._fragments = np.array([e.fragment for e in layout.entries])
-        self.gradients: NDArray[np.int64] = np.zeros(layout.fragments, np.int64)
-        self.seen: NDArray[np.bool_] = np.zeros(len(layout.entries), bool)
-        self.rates: NDArray[np.float64] = np.full(len(layout.entries), NO_RATE)
-        self.steps = 0
-        self.speed = 0.0
-        self.distance = Distance()
-
-    def forget_gradients(self, fragment: int | None = None) -> None:
-        """`a ← 0`, of one fragment or of all, without touching its memory."""
-        if fragment is None:
-            self.gradients[:] = 0
-            self.seen[:] = False
-        else:
-            self.gradients[fragment] = 0
-            self.seen[self._fragments == fragment] = False
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from springline.center.blocks import like, point, put, shaped
+from springline.center.blocks import like, point, shaped
 from springline.center.layout import Bytes
 from springline.center.plan import JOURNAL_WORDS, Memory, Plan
+from springline.center.verbs import put
 from springline.rules.outer import Point
 
 _READY, _BLOCK, _NUMBER = range(3)

@@ -17,22 +17,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from springline.center.blocks import (
-    ERRORS,
-    Array,
-    Block,
-    Blocks,
-    RefusedError,
-    Side,
-    adopted,
-    commit,
-    contribute,
-    measure,
-    non_finite,
-    step,
-)
-from springline.center.center import Local, Member, check_finite
+from springline.center.blocks import Blocks
+from springline.center.center import Member, check_finite
 from springline.center.layout import Bytes
+from springline.center.local import Local
 from springline.center.locks import CREATE, SHARD
 from springline.center.plan import (
     ENDS,
@@ -51,6 +39,19 @@ from springline.center.plan import (
     STEPS,
 )
 from springline.center.rounds import MemoryRounds
+from springline.center.verbs import (
+    ERRORS,
+    Array,
+    Block,
+    RefusedError,
+    Side,
+    adopted,
+    commit,
+    contribute,
+    measure,
+    non_finite,
+    step,
+)
 from springline.center.waiting import WARN_EVERY, is_stopped, wait_until
 from springline.errors import CenterError, NonFiniteError
 from springline.rules.outer import Exchange

@@ -15,9 +15,9 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from springline.center.blocks import NO_RATE
 from springline.center.center import check_rank, check_settings
 from springline.center.layout import ByteRange
+from springline.center.local import NO_RATE
 from springline.center.plan import Plan
 from springline.center.remote.messages import (
     ClosedRound,

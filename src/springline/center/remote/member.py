@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from springline.center.blocks import ERRORS
-from springline.center.center import Local, Member, check_finite
+from springline.center.center import Member, check_finite
 from springline.center.layout import Bytes
+from springline.center.local import Local
 from springline.center.remote.head import HEARTBEAT
 from springline.center.remote.membership import NotAMemberError
 from springline.center.remote.messages import Message, RankProgress, Reply, Sender, span
 from springline.center.remote.peer import Call, PeerLostError
 from springline.center.remote.rounds import RemoteRounds
 from springline.center.remote.worker_blocks import WorkerBlocks
+from springline.center.verbs import ERRORS
 from springline.center.waiting import wait_until
 from springline.errors import (
     CenterError,

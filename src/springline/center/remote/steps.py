@@ -6,20 +6,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from springline.center.blocks import (
+from springline.center.blocks import Blocks, State
+from springline.center.layout import ByteRange, Bytes, aligned_zeros
+from springline.center.plan import Plan
+from springline.center.remote.messages import Message, Reply
+from springline.center.verbs import (
     ERRORS,
-    Blocks,
     RefusedError,
-    State,
     adopted,
     check_message,
     commit,
     mean_rates,
     step,
 )
-from springline.center.layout import ByteRange, Bytes, aligned_zeros
-from springline.center.plan import Plan
-from springline.center.remote.messages import Message, Reply
 from springline.rules.outer import Exchange
 from springline.rules.rule import Rule
 

@@ -6,10 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from springline.center.blocks import (
+from springline.center.blocks import Blocks
+from springline.center.layout import ByteRange, Bytes, aligned_zeros
+from springline.center.local import Local
+from springline.center.plan import Plan
+from springline.center.remote.messages import Reply, of_fragment, span
+from springline.center.verbs import (
     Array,
     Block,
-    Blocks,
     RefusedError,
     Side,
     adopt,
@@ -17,10 +21,6 @@ from springline.center.blocks import (
     non_finite,
     take,
 )
-from springline.center.center import Local
-from springline.center.layout import ByteRange, Bytes, aligned_zeros
-from springline.center.plan import Plan
-from springline.center.remote.messages import Reply, of_fragment, span
 from springline.errors import NonFiniteError
 from springline.rules.rule import Rule
 
