@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from springline import checks
 from springline.center.layout import Bytes, Layout
 from springline.center.local import Local
-from springline.center.plan import Plan
+from springline.center.plan import Plan, differences
 from springline.errors import CenterError, LayoutError, NonFiniteError, RankError, SettingsError
 from springline.rules.rule import Rule
 
@@ -219,13 +219,11 @@ def check_rank(rank: Any, workers: float) -> None:
 
 def check_settings(center: Mapping[str, Any], worker: Mapping[str, Any]) -> None:
     """Refuse a worker whose rule or settings differ from the center's; name the difference."""
-    for key in [*center, *(k for k in worker if k not in center)]:
-        ours, its = center.get(key), worker.get(key)
-        if ours != its:
-            raise SettingsError(
-                f"The center was made with {key}={ours!r}, this worker comes with {key}={its!r}. "
-                "Start it with the center's settings, or a new run."
-            )
+    for key, ours, its in differences(center, worker):
+        raise SettingsError(
+            f"The center was made with {key}={ours!r}, this worker comes with {key}={its!r}. "
+            "Start it with the center's settings, or start a new run."
+        )
 
 
 def check_finite(layout: Layout, values: Mapping[str, Any]) -> None:

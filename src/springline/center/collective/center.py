@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from springline.center import checkpoint
-from springline.center.center import Center, Progress, check_finite, check_settings
+from springline.center.center import Center, Progress, check_finite
 from springline.center.collective.checkpointer import Checkpointer
 from springline.center.collective.group import Group
 from springline.center.collective.member import CollectiveMember
@@ -108,8 +108,8 @@ class CollectiveCenter(Center):
 
     def join(self, rank: int, rule: Rule, timeout: float | None = None) -> CollectiveMember:
         """Become the worker of this process's rank; the group has its timeout already."""
-        check_settings(self.settings, rule.settings() | {"use_locking": True})
-        if rank != self.group.rank or isinstance(rank, bool):
+        self.check_join(rank, rule, timeout)
+        if rank != self.group.rank:
             raise RankError(
                 f"This process is rank {self.group.rank} of the {self.group.size} in its process "
                 f"group. Received: rank={rank!r}."
