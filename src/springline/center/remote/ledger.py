@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from springline.center.remote.messages import Message, RankProgress, Reply, Sender
@@ -17,15 +18,18 @@ class Ledger:
     """The ledger of applied exchanges: a row per rank.
 
     Args:
-        steps: of each rank, before this center.
+        rows: how far each rank had come before.
 
     Attributes:
         restarted: whether it is what a checkpoint had.
         lost: exchanges that ranks had made before the shard was restarted and that were not.
     """
 
-    def __init__(self, steps: Sequence[int] = ()) -> None:
-        self._rows = {rank: RankProgress(steps=n) for rank, n in enumerate(steps)}
+    def __init__(self, rows: Mapping[int, RankProgress] = MappingProxyType({})) -> None:
+        self._rows = dict(rows)
+        done = sum(row.exchanges for row in rows.values())
+        # Exchanges of others at a worker's last, by its rank and incarnation.
+        self._others = {(r, row.incarnation): done - row.exchanges for r, row in rows.items()}
         self.restarted = False
         self._heard: set[int] = set()  # ranks that have exchanged since the restart
         self.lost = 0
@@ -34,8 +38,7 @@ class Ledger:
     @classmethod
     def from_json(cls, rows: Mapping[str, Any]) -> Ledger:
         """Read what `to_json` wrote."""
-        ledger = cls()
-        ledger._rows = {int(rank): RankProgress(*row) for rank, row in rows.items()}
+        ledger = cls({int(rank): RankProgress(*row) for rank, row in rows.items()})
         ledger.restarted = True
         return ledger
 
@@ -65,6 +68,20 @@ class Ledger:
         """Whether an exchange is in the center."""
         with self._table:
             return sender.row.at <= self._row(sender).at
+
+    def count(self, sender: Sender) -> tuple[int, int]:
+        """Return how many exchanges were applied, and how many of others since this worker's last.
+
+        Args:
+            sender: the worker, at an exchange that is about to be applied.
+        """
+        with self._table:
+            done = sum(row.exchanges for row in self._rows.values())
+            others = done - self._row(sender).exchanges
+            worker = sender.rank, sender.row.incarnation
+            since = max(0, others - self._others.get(worker, sender.others))
+            self._others[worker] = others
+        return done, since
 
     def note(self, sender: Sender) -> None:
         """Record an exchange as applied, as far as it was not refused."""

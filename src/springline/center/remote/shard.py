@@ -98,7 +98,6 @@ class Shard:
         self._lease = 0  # of the last worker that has sent first values
         self._mean: tuple[int, Reply] | None = None  # the last round that was reduced here, and it
         self._turn = threading.Lock()  # of an exchange
-        self._others: dict[tuple[int, int], int] = {}  # exchanges of others, at a worker's last
         self._problem = CenterError(
             f"{self.name.capitalize()} of the center restarted and has no checkpoint to go "
             "on from. Start a new run, with a storage (`--storage`)."
@@ -118,7 +117,7 @@ class Shard:
         with self._turn:
             np.copyto(self._center, center)
             np.copyto(self._state, state)
-            self._ledger = Ledger(steps)
+            self._ledger = Ledger({rank: RankProgress(steps=n) for rank, n in enumerate(steps)})
             self._slots = Slots()
             self._ready = True
         self.save()
@@ -143,7 +142,9 @@ class Shard:
                 return self._replies.to(sender) or Reply(steps.published(), forgotten=True)
             self._replies.forget(sender.rank)
             before = self._ledger.rows().get(sender.rank, RankProgress())
-            reply = steps.exchange(message, self._exchange(sender))
+            done, staleness = self._ledger.count(sender)
+            exchange = Exchange(number=self._base + done, staleness=staleness)
+            reply = steps.exchange(message, exchange)
             if self._rule.adopts_seen or reply.refused:
                 self._replies.keep(sender, reply)
             self._note(sender)
@@ -212,10 +213,9 @@ class Shard:
         """Return a copy of what workers are given for this part of the center."""
         self._check_ready()
         with self._turn:
-            parts = [steps.published() for steps in self._steps]
             out = aligned_zeros(len(self._center))
-            for fragment, part in enumerate(parts):
-                self._part(out, fragment)[:] = part
+            for fragment, steps in enumerate(self._steps):
+                self._part(out, fragment)[:] = steps.published()
             return Reply(out)
 
     def read_all(self) -> tuple[Bytes, Bytes]:
@@ -260,16 +260,6 @@ class Shard:
         """Return the fragment that a round is of."""
         return (self._base + number - 1) % len(self._fragments)
 
-    def _exchange(self, sender: Sender) -> Exchange:
-        """Return what the rule may know of a worker's exchange."""
-        rows = self._ledger.rows()
-        mine = rows[sender.rank].exchanges if sender.rank in rows else 0
-        others = sum(row.exchanges for row in rows.values()) - mine
-        worker = sender.rank, sender.row.incarnation
-        staleness = max(0, others - self._others.get(worker, sender.others))
-        self._others[worker] = others
-        return Exchange(number=self._base + others + mine, staleness=staleness)
-
     def _check(self, sender: Sender) -> None:
         self._check_ready()
         self._ledger.check(sender)
@@ -307,8 +297,5 @@ class Shard:
         np.copyto(self._center, tensors["center"])
         np.copyto(self._state, tensors["state"])
         self._ledger = Ledger.from_json(header["rows"])
-        rows = self._ledger.rows()
-        done = sum(row.exchanges for row in rows.values())
-        self._others = {(r, row.incarnation): done - row.exchanges for r, row in rows.items()}
         self._slots = Slots(header["round"])
         self._ready = True
