@@ -18,7 +18,7 @@ from springline.center.layout import Bytes
 from springline.center.local import Local
 from springline.center.remote.head import HEARTBEAT
 from springline.center.remote.membership import NotAMemberError
-from springline.center.remote.messages import Message, RankProgress, Reply, Sender, span
+from springline.center.remote.messages import Message, RankProgress, Sender, span
 from springline.center.remote.peer import Call, PeerLostError
 from springline.center.remote.rounds import RemoteRounds
 from springline.center.remote.worker_blocks import WorkerBlocks
@@ -27,7 +27,6 @@ from springline.center.waiting import wait_until
 from springline.errors import (
     CenterError,
     EndedError,
-    NonFiniteError,
     RankError,
     TakenOverError,
 )
@@ -199,23 +198,7 @@ class RemoteMember(Member):
         """Exchange under an asynchronous rule: a call to each shard, and its reply."""
         messages = self.messages(blocks)
         calls = [self.ask(k, "exchange", message) for k, message in enumerate(messages)]
-        refused: NonFiniteError | None = None
-        failed: CenterError | None = None
-        for k, call in enumerate(calls):
-            try:
-                reply: Reply = call.result()
-            except CenterError as error:  # the other shards have taken their parts
-                failed = failed or error
-                continue
-            refused = blocks.adopt(k, reply) or refused
-            if reply.forgotten and self.rule.adopts_seen:  # for the others it is the usual reply
-                _log.warning(
-                    "%s had this exchange already, but its answer is lost: going on from the "
-                    "center.",
-                    self.center.shards[k].name,
-                )
-        if failed:
-            raise failed
+        refused = blocks.adopt([call.result for call in calls])
         if refused:
             sender = messages[0].sender.counted_as(self._row)
             for k in range(len(calls)):
