@@ -282,9 +282,7 @@ class Head:
     def _note(self, rank: int, incarnation: int, row: RankProgress) -> None:
         known = self._rows.get(rank, RankProgress())
         if incarnation >= known.incarnation and row.exchanges >= known.exchanges:
-            self._rows[rank] = RankProgress(
-                incarnation, row.number, row.steps, row.exchanges, row.seconds
-            )
+            self._rows[rank] = replace(row, incarnation=incarnation)
 
     async def _ask(self) -> None:
         """Ask the shards how far every rank has come."""
