@@ -164,8 +164,8 @@ class WorkerArrays:
         """Refuse an exchange for which the rule was not shown what it sends."""
         if self.rule.accumulates and not self.local.gradients[fragment]:
             raise RuntimeError(
-                f"The rule {self.rule.name!r} sends gradients, but `observe` was not called since "
-                "the last exchange. Call `worker.observe(gradients)` in every step."
+                f"The rule {self.rule.name!r} sends gradients, but `observe` has not been called "
+                "since the last exchange. Call `worker.observe(gradients)` in every step."
             )
         rates = self.local.rates
         if self.rule.sends_rates and any(rates[self.layout.index[n]] < 0 for n in self.parameters):

@@ -183,7 +183,7 @@ def _unseal(text: bytes) -> dict[str, Any]:
         raise ValueError("it is too large")
     values = json.loads(text)
     if not isinstance(values, dict):
-        raise ValueError("it is no JSON object")  # noqa: TRY004 - one kind
+        raise ValueError("it is not a JSON object")  # noqa: TRY004 - one kind
     place = values.get(_METADATA, values)
     if _METADATA in values:
         values[_METADATA] = place = convert(dict[str, str], place, _METADATA)

@@ -30,7 +30,7 @@ def build(kind: type[T], values: Any) -> T:
     any_kind: Any = kind
     hints = _hints(any_kind)
     if not isinstance(values, dict):
-        raise ValueError(f"{_brief(values)} is in the place of an object")  # noqa: TRY004 - one kind
+        raise ValueError(f"{_brief(values)} is not an object")  # noqa: TRY004 - one kind
     unknown = [name for name in values if name not in hints]
     if unknown:
         raise ValueError(f"{_brief(unknown[0])} is unknown")

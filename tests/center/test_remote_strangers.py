@@ -240,7 +240,7 @@ def test_there_are_no_other_calls(scene, rule):
     assert given
     for peer, method in [*given, ("head", "publish"), ("shard", "_apply"), ("shard", 7)]:
         names = names_of(KINDS[peer], method) if method in KINDS[peer].calls else []
-        with pytest.raises(CenterError, match="There is no call"):
+        with pytest.raises(CenterError, match="This center has no call"):
             here.call(peer, method, *[good[name] for name in names])
     for arguments in ([], [1, 2, 3, 4, 5, 6, 7]):
         with pytest.raises(CenterError, match="has the wrong arguments"):
@@ -317,7 +317,7 @@ def test_an_earlier_incarnation_is_refused(scene):
     [
         ("head", "join", "rank", 77, RankError, "from 0 to 1, since the run is configured for 2"),
         ("head", "heartbeat", "incarnation", 5, RankError, "not given incarnation 5 to rank 1. Jo"),
-        ("shard", "seal", "lease", 7, CenterError, "The head has not given out the lease 7"),
+        ("shard", "seal", "lease", 7, CenterError, "The head has not granted lease 7"),
         ("shard", "seal", "center", np.zeros(4, np.uint8), LayoutError, r"Received: .*\(4,\) of u"),
         ("head", "barrier", "seconds", np.nan, CenterError, ">= 0 and <= 60. Received: nan"),
     ],

@@ -232,5 +232,5 @@ def check_finite(layout: Layout, values: Mapping[str, Any]) -> None:
         if not np.isfinite(values[entry.name]).all():
             raise NonFiniteError(
                 f"{entry.kind.capitalize()} {entry.name!r} has NaN or Inf, so no center was "
-                "made with it. Look at how the model is initialised or loaded."
+                "made with it. Check how the model is initialised or loaded."
             )

@@ -187,7 +187,7 @@ def _look(path: Path, whole: bool) -> Saved:
 
 def _header(path: Path, file: sealed.TensorFile) -> Saved:
     if _HEADER not in file.metadata:
-        raise CheckpointError(f"{path} is a safetensors file but no checkpoint of a center.")
+        raise CheckpointError(f"{path} is a safetensors file, but not a center's checkpoint.")
     header = json.loads(file.metadata[_HEADER])
     found = int(header["format"])
     if found != _FORMAT:

@@ -128,7 +128,7 @@ class Layout:
         names = [e.name for e in entries]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
-            raise LayoutError(f"Two tensors are named {twice!r}. Every name must be used once.")
+            raise LayoutError(f"Two tensors are named {twice!r}. Names must be unique.")
         fragment = fragment_of({e.name: e.nbytes for e in entries[: len(parameters)]}, fragments)
         last = max(fragment.values())  # has the buffers
         return cls._place([replace(e, fragment=fragment.get(e.name, last)) for e in entries])

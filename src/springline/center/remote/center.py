@@ -125,7 +125,10 @@ class RemoteCenter(Center):
     def _look(self, asked: Call) -> Look:
         look: Look | None = asked.result()
         if look is None:
-            raise CenterError("The center is gone. Start the run again: it goes on if it was kept.")
+            raise CenterError(
+                "The center is gone. Start the run again; it goes on from its storage, if it has "
+                "one."
+            )
         return look
 
     def _ask_shards(self, method: str) -> Iterator[tuple[slice, Any]]:

@@ -80,14 +80,14 @@ class Interceptor:
         """
         if not is_same(token, self._key):
             raise TokenError(
-                f"The call {reprlib.repr(method)} came without the token of this center. It was "
-                "made with the center: give `token=center.token`, or `token=read_token(RUN)` (of "
+                f"The call {reprlib.repr(method)} came without the token that was made with "
+                "this center. Pass `token=center.token`, or `token=read_token(RUN)` (of "
                 "springline.center.token) for the center of a run, or set SPRINGLINE_TOKEN."
             )
         plan = self._target.plan
         known = method in self._target.calls
         if not known or (plan and _ROUNDS.get(method, plan.rounds) != plan.rounds):
-            raise CenterError(f"There is no call {reprlib.repr(method)} to this center.")
+            raise CenterError(f"This center has no call {reprlib.repr(method)}.")
         call: Callable[..., Any] = getattr(self._target, method)
         try:
             given = inspect.signature(call).bind(*arguments).arguments
@@ -118,7 +118,7 @@ class Interceptor:
         if not is_issued(self._key, f"rank {rank}", incarnation):
             raise RankError(
                 f"The head has not given incarnation {incarnation} to rank {rank}. Join the center "
-                "to get one."
+                "to be given one."
             )
 
     def _seconds(self, seconds: Any) -> None:
@@ -127,7 +127,7 @@ class Interceptor:
     def _lease(self, lease: Any) -> None:
         _whole(lease, "number")
         if not is_issued(self._key, "lease", lease):
-            raise CenterError(f"The head has not given out the lease {lease}. Ask it for one.")
+            raise CenterError(f"The head has not granted lease {lease}. Ask it for one.")
 
     def _held(self, held: Any) -> None:
         _whole(held, "number", 0)
@@ -179,7 +179,7 @@ class Interceptor:
         if not (np.isfinite(rates).all() and ((rates >= 0) | (rates == NO_RATE)).all()):
             raise NonFiniteError(
                 f"The learning rates of rank {message.sender.rank} must be finite numbers >= 0. "
-                f"Received: {rates.min()} to {rates.max()}. Look at its scheduler."
+                f"Received: {rates.min()} to {rates.max()}. Check its scheduler."
             )
         if plan and plan.rounds:  # else they are looked for as the exchange is applied
             self._values(message.data, f"What rank {message.sender.rank} has sent", ranges)
@@ -211,7 +211,9 @@ class Interceptor:
             _whole(n, "steps")
         plan = self._target.plan
         if plan and len(steps) != plan.workers:
-            raise CenterError(f"`steps` must be of {plan.workers} ranks. Received: {len(steps)}.")
+            raise CenterError(
+                f"`steps` must have {plan.workers} numbers, one per rank. Received: {len(steps)}."
+            )
 
     def _rule(self, rule: Any) -> None:
         _typed("rule", rule, Rule)

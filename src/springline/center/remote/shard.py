@@ -290,8 +290,8 @@ class Shard:
         header, tensors = saved
         if header["span"] != [self._start, self._stop]:  # a new center may replace it
             self._problem = CenterError(
-                f"The checkpoint of {self.name} in {checkpoints.place} is of another model, or of "
-                "another number of shards. Give another storage, or the same shards."
+                f"The checkpoint of {self.name} in {checkpoints.place} belongs to another "
+                "model, or to another number of shards. Give another storage, or the same shards."
             )
             return
         np.copyto(self._center, tensors["center"])
