@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from springline.rules.rule import Rule
 
 Array = NDArray[Any]
 State = Mapping[int, Mapping[str, Array]]  # by parameter and key
+Points = list[tuple[Point, Point]]  # of blocks, as they are and as they are stepped
 _NONE: Array = np.empty(0)
 _MEASURED = 16  # about how many blocks a worker's distance from the center is taken from
 
@@ -32,8 +33,7 @@ class Blocks:
         shards: some of the plan's, one after another.
         center: the bytes of the center from the first of these shards on.
         state: the outer optimizer's arrays.
-        scratch: returns where the blocks of the k-th of these shards are stepped; by default one
-            place for all.
+        points: of each of these shards' blocks; by default all are stepped in the same scratch.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Blocks:
         shards: Iterable[ByteRange],
         center: Bytes,
         state: State,
-        scratch: Callable[[int], Bytes] | None = None,
+        points: Sequence[Points] | None = None,
     ) -> None:
         self._plan = plan
         shards = list(shards)
@@ -55,24 +55,24 @@ class Blocks:
         direct = {k: r.outer.replaces and not r.adopts_seen for k, r in rules.items()}
         partial = {k: not (plan.journaled or r.adopts_seen) for k, r in rules.items()}
         work = aligned_zeros(self._longest)
-        if scratch is None:
-            shared = aligned_zeros(max((plan.room(r) for s in ranges for r in s), default=0))
-
+        if points is None:
+            scratch = aligned_zeros(max((plan.room(r) for s in ranges for r in s), default=0))
+            points = [points_of(plan, s, center, state, scratch, self._base) for s in ranges]
         apart = max(1, plan.layout.nbytes // BLOCK // _MEASURED)
-
         number = itertools.count()
 
-        def block(k: int, range_: ByteRange) -> Block:
-            now = point(plan, range_, self.view(range_, center), state)
+        def block(range_: ByteRange, now: Point, then: Point) -> Block:
             name = "" if range_.entry is None else plan.layout.entries[range_.entry].name
             kind = range_.kind
             measured = kind == "parameter" and next(number) % apart == 0
-            then = like(now, scratch(k) if scratch else shared)
             room, how = self._room(range_, work), (direct[kind], partial[kind])
             of = rules[kind], outers[kind], name, measured
             return Block(range_, *of, now, then, room, *how, stepped=now)
 
-        self.shards = [[block(k, range_) for range_ in shard] for k, shard in enumerate(ranges)]
+        self.shards = [
+            [block(range_, *its) for range_, its in zip(shard, of_shard, strict=True)]
+            for shard, of_shard in zip(ranges, points, strict=True)
+        ]
 
     def view(self, range_: ByteRange, buffer: Bytes) -> Array:
         """Return a block's elements in a buffer like the center's: flat, or in their own shape."""
@@ -111,6 +111,23 @@ class Blocks:
         return shaped(self._plan, range_, room[: range_.nbytes])
 
 
+def points_of(
+    plan: Plan,
+    blocks: Iterable[ByteRange],
+    center: Bytes,
+    state: State,
+    scratch: Bytes,
+    base: int = 0,
+) -> Points:
+    """Return each block as it is in `center`, whose bytes begin at `base`, and in scratch."""
+    found: Points = []
+    for range_ in blocks:
+        part = center[range_.start - base : range_.stop - base]
+        now = _point(plan, range_, shaped(plan, range_, part), state)
+        found.append((now, _like(now, scratch)))
+    return found
+
+
 def shaped(plan: Plan, range_: ByteRange, part: Bytes) -> Array:
     """Return a block's bytes as its elements: flat, or in their own shape."""
     flat = part.view(range_.dtype)
@@ -119,7 +136,7 @@ def shaped(plan: Plan, range_: ByteRange, part: Bytes) -> Array:
     return flat.reshape(plan.layout.entries[range_.entry].shape)
 
 
-def point(plan: Plan, range_: ByteRange, c: Array, state: State) -> Point:
+def _point(plan: Plan, range_: ByteRange, c: Array, state: State) -> Point:
     """Return a block's `c` with its part of the outer optimizer's state."""
     if range_.entry is None:
         return Point(c, {})
@@ -137,7 +154,7 @@ def point(plan: Plan, range_: ByteRange, c: Array, state: State) -> Point:
     return Point(c, arrays)
 
 
-def like(now: Point, scratch: Bytes) -> Point:
+def _like(now: Point, scratch: Bytes) -> Point:
     """Return a point of the same shapes in scratch."""
     at = 0
 

@@ -76,9 +76,9 @@ class MemoryMember(Member):
         self._sides: list[list[Side]] = []
         self.outgoing: list[list[Side]] = []  # in rounds: the same, with messages in our slot
         plan, memory = center.plan, center.memory
-        scratch = center.journal.room if center.journal else None
+        points = center.journal.points if center.journal else None
         state = memory.state_of(plan)
-        self.blocks = Blocks(plan, rule, plan.shards, memory.center, state, scratch)
+        self.blocks = Blocks(plan, rule, plan.shards, memory.center, state, points)
         self._mode = MemoryRounds(center, self) if rule.rounds else Asynchronous(center, self)
         self._mode.enter()
         self.start_step = int(self.row[STEPS])
