@@ -1,4 +1,4 @@
-"""What a user gives: refused where it is wrong, with what it must be."""
+"""Checks of what a user gives: each error says what it must be, and what was received."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class FinishedError(CenterError):
 
 
 class EndedError(CenterError):
-    """The center is not there any more, and does not come back by itself."""
+    """The center is gone, and does not come back by itself."""
 
 
 class TakenOverError(CenterError):

@@ -125,7 +125,7 @@ def can_do_without(what: str) -> Iterator[None]:
     """Warn once where something cannot be written, and go on. Also a decorator.
 
     Args:
-        what: is missing then.
+        what: what is not written, for the warning.
     """
     try:
         yield

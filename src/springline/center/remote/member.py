@@ -1,4 +1,4 @@
-"""A member of a remote center: what it sends, and what it makes of the replies."""
+"""A member of a remote center: its calls to the head and the shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes between a worker and a shard, and how the center is cut between shards."""
+"""What workers, shards and the head send each other, and how shards divide the center."""
 
 from __future__ import annotations
 
