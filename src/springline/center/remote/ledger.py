@@ -103,12 +103,6 @@ class Ledger:
         return self._rows.get(sender.rank, RankProgress())
 
 
-def kept(nbytes: int) -> int:
-    """Return how many replies of this size a shard keeps at most."""
-    count, memory = _KEPT
-    return max(count, memory // max(1, nbytes))
-
-
 class Replies:
     """The last replies to some ranks, for retries.
 
@@ -116,11 +110,12 @@ class Replies:
     shard applies one exchange at a time, so there is no lock here.
 
     Args:
-        most: how many are kept.
+        nbytes: of each.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, nbytes: int) -> None:
+        count, memory = _KEPT
+        self._most = max(count, memory // max(1, nbytes))
         self._kept: dict[int, tuple[tuple[int, int], Reply]] = {}  # by rank; the oldest first
 
     def keep(self, sender: Sender, reply: Reply) -> None:
@@ -162,8 +157,8 @@ class Slots:
 
     def of_round(
         self, number: int, contributors: Sequence[int], asker: int
-    ) -> list[Message] | list[int]:
-        """Return the messages of a round in rank order; or the ranks whose are not here.
+    ) -> tuple[list[Message], list[int]]:
+        """Return the messages of a round in rank order, and the ranks whose are not here.
 
         Args:
             number: of the round.
@@ -173,8 +168,8 @@ class Slots:
         with self._table:
             slots = self._kept.get(number, {})
             wanted = list(contributors) or sorted({*slots, asker})
-            missing = [rank for rank in wanted if rank not in slots]
-            return missing or [slots[rank] for rank in sorted(wanted)]
+            here = [slots[rank] for rank in sorted(wanted) if rank in slots]
+            return here, [rank for rank in wanted if rank not in slots]
 
     def forget(self, number: int) -> None:
         """Let go of a round that is reduced now, and of those before it."""

@@ -22,7 +22,7 @@ import numpy as np
 from springline.center.layout import Bytes, aligned_zeros
 from springline.center.plan import Plan
 from springline.center.remote.checkpoints import Checkpoints
-from springline.center.remote.ledger import Ledger, Replies, Slots, kept
+from springline.center.remote.ledger import Ledger, Replies, Slots
 from springline.center.remote.messages import (
     ClosedRound,
     Message,
@@ -93,7 +93,7 @@ class Shard:
         self._ready = False
         self.incarnation = uuid.uuid4().hex
         self._ledger = Ledger()
-        self._replies = Replies(kept(len(self._center)))
+        self._replies = Replies(len(self._center))
         self._slots = Slots()
         self._lease = 0  # of the last worker that has sent first values
         self._mean: tuple[int, Reply] | None = None  # the last round that was reduced here, and it
@@ -191,11 +191,10 @@ class Shard:
         steps = self._steps[self._fragment(number)]
         with self._turn:
             if self._slots.reduced < number:
-                messages = self._slots.of_round(number, contributors, sender.rank)
-                if missing := [m for m in messages if isinstance(m, int)]:
+                messages, missing = self._slots.of_round(number, contributors, sender.rank)
+                if missing:
                     return missing
-                sent = [m for m in messages if isinstance(m, Message)]
-                refused = steps.round(sent, self._base + number - 1)
+                refused = steps.round(messages, self._base + number - 1)
                 self._slots.forget(number)  # before anything else can fail: it is in the center
                 self._mean = number, Reply(steps.published(), refused)
             self._note(sender)
