@@ -186,7 +186,8 @@ def retire(name: str, token: str) -> None:
         if failed:
             more = f" (and of {len(failed) - 1} more)" if failed[1:] else ""
             _log.warning(
-                "The storage is behind the center that was saved here: no final checkpoint of %s%s",
+                "The storage is older than the center that was saved here: no final checkpoint "
+                "of %s%s",
                 failed[0],
                 more,
             )

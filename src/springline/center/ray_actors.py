@@ -194,8 +194,8 @@ class RayHead(Head):
         while missing := [name for name in names if not storage.holds(name)]:
             if time.monotonic() > deadline:
                 raise CenterError(
-                    f"The storage {storage.place} is not the same on all machines: what "
-                    f"{missing[0]} of the center has written is not seen by its head. Give a "
+                    f"The storage {storage.place} is not the same on all machines: the center's "
+                    f"head does not see what {missing[0]} has written. Give a "
                     "directory that every machine of the cluster sees, also those without workers, "
                     "or an fsspec URL."
                 )

@@ -159,7 +159,7 @@ class CollectiveCenter(Center):
         if os.getpid() != self.process:
             raise CenterError(
                 f"This center was made in process {self.process} and is used in its child "
-                f"{os.getpid()}, which has no part in the process group."
+                f"{os.getpid()}, which is not part of the process group."
             )
 
     def save_last(self) -> None:
