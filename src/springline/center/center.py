@@ -209,8 +209,7 @@ def check_layout(center: Layout, worker: Layout) -> None:
 
 def check_rank(rank: Any, workers: float) -> None:
     """Refuse a rank out of range."""
-    whole = isinstance(rank, int | np.integer) and not isinstance(rank, bool)
-    if not whole or not 0 <= rank < workers:
+    if not checks.is_whole(rank) or not 0 <= rank < workers:
         raise RankError(
             f"`rank` must be an integer from 0 to {workers - 1}, since the run is "
             f"configured for {workers} workers. Received: rank={rank!r}."

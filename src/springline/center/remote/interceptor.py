@@ -29,6 +29,7 @@ from springline.center.remote.messages import (
 )
 from springline.center.state import nbytes_of
 from springline.center.token import is_issued, is_same, sign
+from springline.checks import is_whole
 from springline.errors import (
     AFTER_NAN,
     CenterError,
@@ -242,7 +243,7 @@ def _typed(name: str, value: Any, wanted: type) -> None:
 
 def _whole(value: Any, name: str, least: int | None = None) -> None:
     least = _LEAST[name] if least is None else least
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+    if not is_whole(value) or value < least:
         raise CenterError(
             f"`{name}` must be an integer >= {least}. Received: {reprlib.repr(value)}."
         )
