@@ -253,7 +253,7 @@ class Layout:
         Raises:
             ValueError: it is something else.
         """
-        entries = [Entry(name, tuple(shape), *more) for name, shape, *more in rows]
+        entries = [Entry(name, tuple(n), dtype, kind, f) for name, n, dtype, kind, f in rows]
         names, last = {e.name for e in entries}, max((e.fragment for e in entries), default=0)
         if len(names) < len(entries) or any(e.dtype not in CENTER_DTYPE for e in entries):
             raise ValueError("it has a tensor twice, or of an unknown dtype")
