@@ -52,14 +52,7 @@ class InPlace(MutableMapping[str, Array]):
 
 
 class WorkerArrays:
-    """A worker's flat buffers, and the arrays in them that a training loop uses.
-
-    Args:
-        layout: the model's.
-        rule: decides which buffers there are.
-        values: the first ones, by name; of them only dtypes count.
-        allocate: makes a buffer of so many bytes, all zero.
-    """
+    """A worker's flat buffers, and the arrays in them that a training loop uses."""
 
     def __init__(
         self,

@@ -101,9 +101,6 @@ def write_tensors(
 class TensorFile:
     """What `write_tensors` wrote.
 
-    Args:
-        data: the whole file.
-
     Attributes:
         metadata: as it was given.
 

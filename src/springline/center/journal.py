@@ -18,10 +18,6 @@ _READY, _BLOCK, _NUMBER = range(3)
 class Journal:
     """The journal of a center in memory.
 
-    Args:
-        plan: the center's.
-        memory: the center's.
-
     Attributes:
         points: of each shard's blocks, which are stepped in the journal.
     """

@@ -38,12 +38,7 @@ _log = logging.getLogger("springline")
 
 
 class ShardActor:
-    """A shard in an actor, behind an interceptor: `call` is all that others may call.
-
-    Args:
-        token: the center's.
-        given: for the shard.
-    """
+    """A shard in an actor, behind an interceptor: `call` is all that others may call."""
 
     def __init__(self, token: str, *given: Any) -> None:
         self._shard = Shard(*given)
@@ -59,12 +54,7 @@ class ShardActor:
 
 
 class HeadActor:
-    """A head in an actor, behind an interceptor: `call` is all that others may call.
-
-    Args:
-        token: the center's.
-        given: for the head.
-    """
+    """A head in an actor, behind an interceptor: `call` is all that others may call."""
 
     def __init__(self, token: str, *given: Any) -> None:
         self._interceptor = Interceptor(RayHead(token, *given), token)

@@ -223,9 +223,6 @@ class SharedCenter(MemoryCenter):
 
         One whose worker has finished may still read the center, so all must be about to end. If a
         launcher keeps the center, it is left to that.
-
-        Args:
-            rank: of the worker whose process ends.
         """
         if self.closed or os.getpid() != self.process:
             return

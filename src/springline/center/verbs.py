@@ -64,10 +64,6 @@ class Side:
 class RefusedError(ArithmeticError):
     """A block has no finite message, or it would overflow the center. It was not applied.
 
-    Args:
-        range_: the block.
-        values: the message, or what there is of the result.
-
     Attributes:
         offset: of the first byte in the center that is not finite, as far as that is known.
     """

@@ -28,13 +28,7 @@ from springline.sealed import reading
 
 
 class RemoteCenter(Center):
-    """A center behind a head and shards.
-
-    Args:
-        description: the head's record of it.
-        head: the head.
-        shards: all of them, in order.
-    """
+    """A center behind a head and shards."""
 
     def __init__(self, description: Mapping[str, Any], head: Peer, shards: Sequence[Peer]) -> None:
         self.plan = Plan.from_json(description["plan"])

@@ -58,18 +58,12 @@ class Target(Protocol):
 
 
 class Interceptor:
-    """Checks the calls to a head or a shard.
-
-    Args:
-        target: the head or the shard.
-        token: the center's.
-        ranges: what a shard holds of the layout.
-    """
+    """Checks the calls to a head or a shard."""
 
     def __init__(self, target: Target, token: str, ranges: Sequence[ByteRange] = ()) -> None:
         self._target = target
         self._key = token
-        self._ranges = ranges
+        self._ranges = ranges  # what a shard holds of the layout
         self._span = span(ranges)
 
     def admit(self, token: object, method: str, arguments: Sequence[Any]) -> Callable[..., Any]:

@@ -17,9 +17,6 @@ _KEPT = 4, 1 << 28  # replies that are kept: so many, or more in so many bytes
 class Ledger:
     """The ledger of applied exchanges: a row per rank.
 
-    Args:
-        rows: how far each rank had come before.
-
     Attributes:
         restarted: whether it is what a checkpoint had.
         lost: exchanges that ranks had made before the shard was restarted and that were not.

@@ -24,15 +24,7 @@ from springline.rules.rule import Rule
 
 
 class Steps:
-    """The blocks of one fragment in one part of a center.
-
-    Args:
-        plan: of the whole center.
-        rule: the workers'.
-        ranges: the shards of the layout that this part holds of the fragment.
-        center: their bytes.
-        state: the outer optimizer's arrays.
-    """
+    """The blocks of one fragment in one part of a center."""
 
     def __init__(
         self, plan: Plan, rule: Rule, ranges: Sequence[ByteRange], center: Bytes, state: State

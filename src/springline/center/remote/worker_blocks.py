@@ -29,16 +29,7 @@ _log = logging.getLogger("springline")
 
 
 class WorkerBlocks:
-    """The blocks of each shard in a fragment of a worker's buffers: what is sent and adopted.
-
-    Args:
-        plan: the center's.
-        shards: what each shard holds of it.
-        fragment: the fragment.
-        rule: the worker's.
-        rank: the worker's.
-        local: its buffers.
-    """
+    """The blocks of each shard in a fragment of a worker's buffers: what is sent and adopted."""
 
     def __init__(
         self,
