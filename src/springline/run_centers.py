@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from springline import checks
 from springline.center import Center, Layout, LocalCenter, RankError, SharedCenter
+from springline.center.center import check_layout
 from springline.center.first_values import FirstValues, OtherNames
 from springline.rules.rule import Rule
 from springline.run import FROM, Run
@@ -101,7 +102,7 @@ def open_center(
     if given is None:
         return LocalCenter(layout, rule, values, use_locking=use_locking)
     if isinstance(given, Center):
-        given.check_layout(layout)
+        check_layout(given.layout, layout)
         return given
     if callable(given):
         return given(layout, rule, values, timeout)

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,6 +109,7 @@ class Center(ABC):
 
     plan: Plan
     process: int  # that has opened it
+    in_a_child: ClassVar[str] = "Open it again in the child."
     closed = False
 
     @property
@@ -172,12 +173,8 @@ class Center(ABC):
         if os.getpid() != self.process:
             raise CenterError(
                 f"This center was opened in process {self.process} and is used in its child "
-                f"{os.getpid()}. Open it again in the child."
+                f"{os.getpid()}. {self.in_a_child}"
             )
-
-    def check_layout(self, layout: Layout) -> None:
-        """Refuse a model that differs from the center's; name the first difference."""
-        check_layout(self.layout, layout)
 
     def check_join(self, rank: int, rule: Rule, timeout: float | None) -> None:
         """Refuse a worker with other settings than the center's, or a rank out of range."""
@@ -195,6 +192,12 @@ class Center(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def check_plan(center: Plan, worker: Plan) -> None:
+    """Refuse a worker with another model or other settings than the center's."""
+    check_layout(center.layout, worker.layout)
+    check_settings(center.settings, worker.settings)
 
 
 def check_layout(center: Layout, worker: Layout) -> None:
