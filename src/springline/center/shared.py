@@ -199,7 +199,7 @@ class SharedCenter(MemoryCenter):
         if found and belongs(found[1], self.directory):
             raise CenterError(f"Another center was made in {self.directory}.")
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_layout(self.directory, self.plan, self._path)
+        self._publish()
         return f"{layout} was replaced by another center's" if found else lost
 
     def retire(self) -> None:
@@ -255,10 +255,14 @@ class SharedCenter(MemoryCenter):
         try:
             center = cls(directory, plan, path, raw, locks)
             yield center
-            write_layout(directory, plan, path)  # which makes it be there, when all else is
+            center._publish()
         except BaseException:
             free(path, directory)
             raise
+
+    def _publish(self) -> None:
+        """Write the file that makes the center be there: atomically, when all else is."""
+        write_layout(self.directory, self.plan, self._path)
 
     @classmethod
     def _recover(cls, directory: Path, plan: Plan, path: Path, locks: RecordLocks) -> SharedCenter:

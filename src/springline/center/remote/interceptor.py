@@ -75,8 +75,8 @@ class Interceptor:
         """
         if not is_same(token, self._key):
             raise TokenError(
-                f"The call {reprlib.repr(method)} came without the token that was made with "
-                "this center. Pass `token=center.token`, or `token=read_token(RUN)` (of "
+                f"The call {reprlib.repr(method)} came without the token of this center, which "
+                "was made with it. Pass `token=center.token`, or `token=read_token(RUN)` (of "
                 "springline.center.token) for the center of a run, or set SPRINGLINE_TOKEN."
             )
         plan = self._target.plan
