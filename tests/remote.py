@@ -13,7 +13,7 @@ from springline.center.plan import Plan
 from springline.center.remote.center import RemoteCenter, first_parts
 from springline.center.remote.head import Head
 from springline.center.remote.interceptor import Interceptor
-from springline.center.remote.messages import Message, Sender, latest
+from springline.center.remote.messages import Message, RankProgress, Sender, latest
 from springline.center.remote.peer import NotHereError, PeerLostError
 from springline.center.remote.shard import Shard
 
@@ -177,6 +177,6 @@ def worker(service, rule=None, rank=0, values=None, **options):
 
 def message(rank, number, value=0.0, incarnation=1):
     """What a worker sends of up to two parameters."""
-    sender = Sender(rank, incarnation, number, number, number, 0.0)
+    sender = Sender(rank, RankProgress(incarnation, number, number, number))
     data = np.full(5, value, np.float32).view(np.uint8)
     return Message(sender, 0, data, np.ones(2, bool), np.ones(2))

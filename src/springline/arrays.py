@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from springline import checks
-from springline.center.center import Local
 from springline.center.layout import Bytes, Layout
+from springline.center.local import Local
 from springline.rules.rule import Rule
 
 Array = NDArray[Any]
@@ -52,14 +52,7 @@ class InPlace(MutableMapping[str, Array]):
 
 
 class WorkerArrays:
-    """A worker's flat buffers, and the arrays in them that a training loop uses.
-
-    Args:
-        layout: the model's.
-        rule: decides which buffers there are.
-        values: the first ones, by name; of them only dtypes count.
-        allocate: makes a buffer of so many bytes, all zero.
-    """
+    """A worker's flat buffers, and the arrays in them that a training loop uses."""
 
     def __init__(
         self,
@@ -164,8 +157,8 @@ class WorkerArrays:
         """Refuse an exchange for which the rule was not shown what it sends."""
         if self.rule.accumulates and not self.local.gradients[fragment]:
             raise RuntimeError(
-                f"The rule {self.rule.name!r} sends gradients, but `observe` was not called since "
-                "the last exchange. Call `worker.observe(gradients)` in every step."
+                f"The rule {self.rule.name!r} sends gradients, but `observe` has not been called "
+                "since the last exchange. Call `worker.observe(gradients)` in every step."
             )
         rates = self.local.rates
         if self.rule.sends_rates and any(rates[self.layout.index[n]] < 0 for n in self.parameters):

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from springline.center.center import Local
 from springline.center.layout import Bytes, Entry
+from springline.center.local import Local
 from springline.errors import CenterError
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What a user gives: refused where it is wrong, with what it must be."""
+"""Checks of what a user gives: each error says what it must be, and what was received."""
 
 from __future__ import annotations
 
@@ -31,15 +31,20 @@ def is_number(value: Any) -> bool:
     return True
 
 
-def at_least_one(name: str, value: object, meaning: str) -> None:
+def is_whole(value: object) -> bool:
+    """Whether it is an integer; True and False are none."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def at_least_one(name: str, value: Any, meaning: str) -> None:
     """Refuse anything that is not an integer of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+    if not is_whole(value) or value < 1:
         raise ValueError(f"`{name}` must be an integer >= 1. {meaning} Received: {name}={value!r}.")
 
 
-def count(name: str, value: object) -> None:
+def count(name: str, value: Any) -> None:
     """Refuse anything that is not an integer of at least 0."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
+    if not is_whole(value) or value < 0:
         raise ValueError(f"`{name}` must be an integer >= 0. Received: {name}={value!r}.")
 
 

@@ -47,7 +47,7 @@ class FinishedError(CenterError):
 
 
 class EndedError(CenterError):
-    """The center is not there any more, and does not come back by itself."""
+    """The center is gone, and does not come back by itself."""
 
 
 class TakenOverError(CenterError):
@@ -70,7 +70,7 @@ def taken_over(rank: int) -> TakenOverError:
     """Return the error for a worker whose rank another has meanwhile."""
     return TakenOverError(
         f"Rank {rank} has been taken over by another worker: this one sent no heartbeat for "
-        "too long. Start it again to take part."
+        "too long. Start it again to rejoin."
     )
 
 

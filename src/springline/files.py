@@ -78,7 +78,7 @@ def open_regular(path: Path, own: bool = False) -> Iterator[BinaryIO]:
     with open(path, "rb", opener=lambda name, f: os.open(name, f | flags)) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
         if own and hasattr(os, "getuid") and status.st_uid != os.getuid():
             raise OSError(errno.EPERM, "it belongs to another user", str(path))
         yield file
@@ -125,7 +125,7 @@ def can_do_without(what: str) -> Iterator[None]:
     """Warn once where something cannot be written, and go on. Also a decorator.
 
     Args:
-        what: is missing then.
+        what: what is not written, for the warning.
     """
     try:
         yield

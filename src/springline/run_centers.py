@@ -13,13 +13,17 @@ import weakref
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from springline import checks
-from springline.center import Center, Layout, RankError, SharedCenter
+from springline.center import Center, Layout, LocalCenter, RankError, SharedCenter
+from springline.center.center import check_layout
 from springline.center.first_values import FirstValues, OtherNames
 from springline.rules.rule import Rule
 from springline.run import FROM, Run
+
+if TYPE_CHECKING:
+    from springline.worker import MakeCenter
 
 _NAME = re.compile(r"[A-Za-z][\w.-]*", re.ASCII)
 # By process, directory of the center and rank.
@@ -84,18 +88,25 @@ def _in_use(directory: Path, rank: int) -> bool:
     return other is not None and not other.member.left
 
 
-def create_or_join(
-    directory: str | Path,
+def open_center(
+    given: Center | MakeCenter | str | Path | None,
     rank: int,
     layout: Layout,
     rule: Rule,
     values: Mapping[str, Any],
     use_locking: bool,
     timeout: float | None,
-    other_names: OtherNames | None = None,
+    other_names: OtherNames | None,
 ) -> Center:
-    """Open the center in a directory, made by the first worker; the run's may be elsewhere."""
-    checks.directory(directory)
+    """Return the center that `Worker` is given as `center`; see there."""
+    if given is None:
+        return LocalCenter(layout, rule, values, use_locking=use_locking)
+    if isinstance(given, Center):
+        check_layout(given.layout, layout)
+        return given
+    if callable(given):
+        return given(layout, rule, values, timeout)
+    checks.directory(directory := given)
     run = Run.from_environment()
     if _in_use(Path(directory), rank):
         way = 'give this one `center=springline.directory() / "second"`, on all workers'

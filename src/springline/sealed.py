@@ -3,8 +3,8 @@
     {"checksum": "0123abcd", ...}                           over all other values
     {"__metadata__": {"checksum", "data", ...}, ...} data   over the header, and over the data
 
-What is read of one is what was written, or one error with the file's name: whatever is wrong with
-it, and whatever else is in its place.
+Reading one gives what was written, or one error that names the file, whatever is wrong with it or
+stands in its place.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ Tensors = Mapping[str, NDArray[Any]]
 def reading(
     path: Path | str, advice: str, error: type[CenterError] = DamagedError
 ) -> Iterator[None]:
-    """Turn all that a damaged file leads to into one error with its name.
+    """Turn whatever a damaged file leads to into one error that names it.
 
-    A file that is not there is no damage: `FileNotFoundError` passes.
+    A missing file is not damaged: `FileNotFoundError` passes.
 
     Args:
         path: the file.
@@ -100,9 +100,6 @@ def write_tensors(
 
 class TensorFile:
     """What `write_tensors` wrote.
-
-    Args:
-        data: the whole file.
 
     Attributes:
         metadata: as it was given.
@@ -183,7 +180,7 @@ def _unseal(text: bytes) -> dict[str, Any]:
         raise ValueError("it is too large")
     values = json.loads(text)
     if not isinstance(values, dict):
-        raise ValueError("it is no JSON object")  # noqa: TRY004 - one kind
+        raise ValueError("it is not a JSON object")  # noqa: TRY004 - one kind
     place = values.get(_METADATA, values)
     if _METADATA in values:
         values[_METADATA] = place = convert(dict[str, str], place, _METADATA)

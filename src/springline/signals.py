@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-# Those whose handlers raise something, in people's programs: to ask for all takes too long.
+# Those whose handlers raise something in users' programs: asking for all takes too long.
 _NAMES = ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "ALRM", "CHLD")
 _NUMBERS = [getattr(signal, f"SIG{name}") for name in _NAMES if hasattr(signal, f"SIG{name}")]
 _handlers: dict[int, Any] = {}  # the user's, while ours are in their place

@@ -1,4 +1,4 @@
-"""Dataclasses made of JSON values, checked against the types of their fields."""
+"""Dataclasses built from JSON values, checked against the types of their fields."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Seconds = Annotated[float, "at least 0"]
 
 
 def build(kind: type[T], values: Any) -> T:
-    """Make a dataclass of a JSON object.
+    """Build a dataclass from a JSON object.
 
     >>> from dataclasses import dataclass
     >>> Point = dataclass(type("Point", (), {"__annotations__": {"x": Count, "names": list[str]}}))
@@ -30,7 +30,7 @@ def build(kind: type[T], values: Any) -> T:
     any_kind: Any = kind
     hints = _hints(any_kind)
     if not isinstance(values, dict):
-        raise ValueError(f"{_brief(values)} is in the place of an object")  # noqa: TRY004 - one kind
+        raise ValueError(f"{_brief(values)} is not an object")  # noqa: TRY004 - one kind
     unknown = [name for name in values if name not in hints]
     if unknown:
         raise ValueError(f"{_brief(unknown[0])} is unknown")
@@ -42,7 +42,7 @@ def build(kind: type[T], values: Any) -> T:
 
 
 def convert(hint: Any, value: Any, name: str) -> Any:
-    """Return a JSON value as a type: a tuple of a list, a dataclass of an object.
+    """Convert a JSON value to a type: a list to a tuple, an object to a dataclass.
 
     Raises:
         ValueError: it is of another type, not finite, or too large.

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from springline import checks, progress, run_centers
 from springline.arrays import WorkerArrays
 from springline.background import Background
-from springline.center.center import Center, Local
+from springline.center.center import Center
 from springline.center.first_values import OtherNames
 from springline.center.layout import Bytes, Layout, aligned_zeros
-from springline.center.memory import LocalCenter
+from springline.center.local import Local
 from springline.errors import CenterError, FinishedError, NonFiniteError, SettingsError
 from springline.pace import Pace
 from springline.replicas import Replicas
@@ -106,17 +106,9 @@ class Worker(WorkerArrays):
         self.layout = Layout.of(parameters, buffers, rule.fragments)
         values = {**parameters, **(buffers or {})}
         made_here = not isinstance(center, Center)
-        if center is None:
-            center = LocalCenter(self.layout, rule, values, use_locking=use_locking)
-        elif callable(center):
-            center = center(self.layout, rule, values, timeout)
-        elif not isinstance(center, Center):
-            center = run_centers.create_or_join(
-                center, rank, self.layout, rule, values, use_locking, timeout, other_names
-            )
-        else:
-            center.check_layout(self.layout)
-        self.center = center
+        self.center = center = run_centers.open_center(
+            center, rank, self.layout, rule, values, use_locking, timeout, other_names
+        )
         super().__init__(self.layout, rule, values, allocate)
         self.local_step = 0
         self.exchanges = 0

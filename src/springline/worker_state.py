@@ -60,7 +60,7 @@ def check(worker: Worker, state: State) -> None:
     for mine, its in zip_longest(worker.layout.to_json(), state["layout"]):
         if mine is None or its is None or mine[:2] != its[:2] or mine[3] != its[3]:
             raise LayoutError(
-                f"The state is of another model: where it has {_describe(its)}, this one has "
+                f"The state belongs to another model: where it has {_describe(its)}, this one has "
                 f"{_describe(mine)}. Nothing was loaded."
             )
     keys = ["rule", "fragments", *["outer"] * ("center" in state)]

@@ -73,7 +73,7 @@ def test_a_damaged_header_never_gives_another_error(tmp_path):
 @pytest.mark.parametrize(
     ("header", "words"),
     [
-        ({}, "no checkpoint of a center"),
+        ({}, "not a center's checkpoint"),
         ({"springline": "[1]"}, "cut short or damaged"),
         ({"springline": '{"format": 999}'}, r"has format 999, .* reads format 3\. Update"),
         (

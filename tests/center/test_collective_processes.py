@@ -107,7 +107,7 @@ def test_who_is_waited_for_is_named(start, tmp_path):
         pipe.send("step")
     for rank, pipe in enumerate(pipes[:2]):
         said = pipe.recv()
-        assert said.startswith(f"Rank {rank} waits for the first step since "), said
+        assert said.startswith(f"Rank {rank} is still waiting for the first step after "), said
         assert said.endswith(" s; missing: rank 2."), said
     os.kill(lives[2][0].pid, signal.SIGCONT)
     for pipe in pipes:
@@ -129,7 +129,7 @@ def test_that_one_dies_while_it_waits_is_noticed(start, tmp_path):
     time.sleep(4)  # both have reported that they wait
     lives[2][0].kill()
     pipes[0].send("step")
-    assert "all ranks had come, so one has died since" in (said := pipes[0].recv()), said
+    assert "all ranks had arrived, so one has died since" in (said := pipes[0].recv()), said
     assert "Error: Rank 1 " in pipes[1].recv()  # it may have asked before rank 0 came
     for pipe in pipes[:2]:
         pipe.send("leave")
@@ -191,4 +191,4 @@ def test_nobody_waits_for_a_store_that_is_gone(start):
     for pipe in pipes[1:]:
         pipe.send("step")
     for pipe in pipes[1:]:
-        assert "which of the other ranks is missing cannot be known" in (said := pipe.recv()), said
+        assert "which of the other ranks are missing is not known" in (said := pipe.recv()), said

@@ -76,7 +76,7 @@ def test_an_exchange_that_is_broken_off_leaves_nothing_under_way(serve, monkeypa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(WorkerBlocks, "adopt", interrupt)
+        patch.setattr(WorkerBlocks, "_adopt", interrupt)
         with pytest.raises(KeyboardInterrupt):
             one.exchange()
     two.exchange()

@@ -294,7 +294,7 @@ def test_what_a_dead_worker_had_sent_may_still_arrive(serve, background, monkeyp
     time.sleep(0.3)  # it waits
     for _ in range(5):  # all at once, when the link is up again
         Call(service.head, "heartbeat", 1, dead, RankProgress(dead)).result()
-    incarnation, _, _ = joins.result(20)
+    incarnation, _ = joins.result(20)
     assert incarnation > dead
 
 

@@ -206,8 +206,8 @@ def test_replies_are_kept_within_bounds(serve, monkeypatch):
     rule = ElasticAverage(workers=50, period=1, moving_rate=0.01)
     shard = serve(rule, values).shards[0].target
     replies = {rank: shard.exchange(message(rank, 1, rank)) for rank in range(50)}
-    assert len(shard._replies._kept) == ledger.kept(len(shard._center)) == 6
-    assert ledger.kept(1000) == 4
+    assert len(shard._replies._kept) == ledger.Replies(len(shard._center))._most == 6
+    assert ledger.Replies(1000)._most == 4
     again = shard.exchange(message(49, 1, 49))
     np.testing.assert_array_equal(again.data, replies[49].data)
     before = shard.read().data.copy()

@@ -57,7 +57,7 @@ class Scene:
     def good(self):
         """What would be taken from the second worker, by the parameter's name."""
         incarnation, shard = self.two.member._incarnation, self.service.shards[0].target
-        sender = Sender(1, incarnation, 1, 1, 1, 0.0)
+        sender = Sender(1, RankProgress(incarnation, 1, 1, 1))
         data = np.zeros(len(shard._center), np.uint8)
         return {
             **{"rank": 1, "incarnation": incarnation, "number": 1, "row": RankProgress()},
@@ -81,7 +81,10 @@ class Scene:
             "exchanges": NOT_WHOLE,
             "seconds": [np.nan, np.inf, -1.0, "1", None],
         }
-        senders = [None, *vary(good["sender"], fields)]
+        sender = good["sender"]
+        rows = vary(sender.row, {key: fields[key] for key in fields if key != "rank"})
+        wrong = {"rank": fields["rank"], "others": NOT_WHOLE, "row": [None, *rows]}
+        senders = [None, *vary(sender, wrong)]
         message = good["message"]
         parts = {
             "sender": senders,
@@ -237,7 +240,7 @@ def test_there_are_no_other_calls(scene, rule):
     assert given
     for peer, method in [*given, ("head", "publish"), ("shard", "_apply"), ("shard", 7)]:
         names = names_of(KINDS[peer], method) if method in KINDS[peer].calls else []
-        with pytest.raises(CenterError, match="There is no call"):
+        with pytest.raises(CenterError, match="This center has no call"):
             here.call(peer, method, *[good[name] for name in names])
     for arguments in ([], [1, 2, 3, 4, 5, 6, 7]):
         with pytest.raises(CenterError, match="has the wrong arguments"):
@@ -254,7 +257,8 @@ def test_no_block_of_an_exchange_is_applied_that_is_not_finite(scene, rule):
     version = here.one.center.version
     bad = not_finite(message.data)
     for number, data in enumerate([*bad[::2], *bad[1::2]], start=1):  # in the first block, the last
-        sender, before = replace(message.sender, number=number), bytes(shard._center)
+        row, before = replace(message.sender.row, number=number), bytes(shard._center)
+        sender = replace(message.sender, row=row)
         reply = here.call("shard", "exchange", replace(message, sender=sender, data=data))
         (at,) = reply.refused
         if number <= 3:
@@ -313,7 +317,7 @@ def test_an_earlier_incarnation_is_refused(scene):
     [
         ("head", "join", "rank", 77, RankError, "from 0 to 1, since the run is configured for 2"),
         ("head", "heartbeat", "incarnation", 5, RankError, "not given incarnation 5 to rank 1. Jo"),
-        ("shard", "seal", "lease", 7, CenterError, "The head has not given out the lease 7"),
+        ("shard", "seal", "lease", 7, CenterError, "The head has not granted lease 7"),
         ("shard", "seal", "center", np.zeros(4, np.uint8), LayoutError, r"Received: .*\(4,\) of u"),
         ("head", "barrier", "seconds", np.nan, CenterError, ">= 0 and <= 60. Received: nan"),
     ],

@@ -46,7 +46,7 @@ def test_a_shard_is_not_reduced_again_from_the_next_rounds_slots():
     center, locals_ = make()
     members = [center.join(rank, RULE) for rank in range(2)]
     asked, written = threading.Event(), threading.Event()
-    acquire, settle = center.locks.try_acquire, members[1]._rounds._settle
+    acquire, settle = center.locks.try_acquire, members[1]._mode._settle
 
     def slow_acquire(number):
         if number == SHARD and threading.current_thread() is first:
@@ -67,7 +67,7 @@ def test_a_shard_is_not_reduced_again_from_the_next_rounds_slots():
         fill(locals_[1], 100)
         members[1].exchange(locals_[1])
 
-    center.locks.try_acquire, members[1]._rounds._settle = slow_acquire, settle_and_tell
+    center.locks.try_acquire, members[1]._mode._settle = slow_acquire, settle_and_tell
     fill(locals_[0], 0)
     fill(locals_[1], 2)
     first = threading.Thread(target=lambda: members[0].exchange(locals_[0]), daemon=True)
@@ -112,14 +112,14 @@ def test_nobody_uses_a_slot_again_that_a_new_worker_reads(background):
     first.exchange(locals_[0])
     newcomer = center.join(1, RULE)
     center.memory.reduced[:] = 0  # as the newcomer finds it, a little earlier
-    reduce, reads, go_on = newcomer._rounds._reduce_shard, threading.Event(), threading.Event()
+    reduce, reads, go_on = newcomer._mode._reduce_shard, threading.Event(), threading.Event()
 
     def slow_reduce(*arguments):
         reads.set()
         assert go_on.wait(20)
         reduce(*arguments)
 
-    newcomer._rounds._reduce_shard = slow_reduce
+    newcomer._mode._reduce_shard = slow_reduce
     fill(locals_[0], 100)
     fill(locals_[1], 200)
     second = background(lambda: newcomer.exchange(locals_[1]))
@@ -161,17 +161,17 @@ def test_who_has_missed_a_round_takes_the_center_after_it(background):
     rule = DiLoCo(period=1, workers=2, outer=outer.SGD(1.0))
     center, locals_ = LocalCenter(LAYOUT, rule, {"w": np.zeros(4)}), [Local(LAYOUT, rule)] * 2
     first, second = (center.join(rank, rule) for rank in range(2))
-    second._rounds._withdraw(1)
+    second._mode._withdraw(1)
     first.take(locals_[0].x)
     fill(locals_[0], 5)
-    reduce, closed, go_on = first._rounds._reduce, threading.Event(), threading.Event()
+    reduce, closed, go_on = first._mode._reduce, threading.Event(), threading.Event()
 
     def slow_reduce(sides):
         closed.set()
         assert go_on.wait(20)
         reduce(sides)
 
-    first._rounds._reduce = slow_reduce
+    first._mode._reduce = slow_reduce
     exchange = background(lambda: first.exchange(locals_[0]))
     assert closed.wait(20)
     taken = LAYOUT.allocate()

@@ -145,7 +145,7 @@ def test_a_layout_names_no_file_but_a_centers_memory(directory, tmp_path, name):
     name = name.format(photos=photos) if isinstance(name, str) else name
     write_json(directory / "layout.json", values | {"memory": name})
     for attempt in (create, SharedCenter.open):
-        with pytest.raises(CenterError, match=r"layout.json is .*damaged .* no memory of a center"):
+        with pytest.raises(CenterError, match=r"layout.json is .*damaged .* not a center's memory"):
             attempt(directory)
     assert (photos / "x.jpg").read_bytes() == bytes(1 << 20)
 

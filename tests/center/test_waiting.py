@@ -23,7 +23,7 @@ def test_a_long_wait_says_for_whom_again_and_again(monkeypatch, caplog):
     waiting.wait_until(done, lambda: missing, 60, "round 7")
     assert [r.levelname for r in caplog.records] == ["WARNING"] * 3
     first, _, third = (r.getMessage() for r in caplog.records)
-    assert first.startswith("Waiting for round 7 since")
+    assert first.startswith("Still waiting for round 7 after")
     assert first.endswith("rank 1, rank 3")
     assert third.endswith(": rank 3")
 

@@ -26,7 +26,7 @@ from springline import (
     Worker,
 )
 from springline.center import Layout
-from springline.center.center import check_settings
+from springline.center.center import check_plan
 from springline.center.plan import CLOSED, CONTRIBUTED, Plan
 from springline.center.ray import RayCenter
 from springline.center.remote.center import RemoteCenter
@@ -157,8 +157,7 @@ class Remote(Place):
         if self.service is None:
             self.service = Service(layout, rule, values, use_locking, restore)
         center = self.service.open()
-        center.check_layout(layout)
-        check_settings(center.settings, Plan.of(layout, rule, use_locking).settings)
+        check_plan(center.plan, Plan.of(layout, rule, use_locking))
         self.opened.append(center)
         return center
 

@@ -11,7 +11,7 @@ import pytest
 
 from springline import AGN, ElasticAverage, ModelAverage, SharedCenter, Worker
 from springline.center import RankError, RoundTimeoutError
-from springline.center.member import MemoryMember
+from springline.center.asynchronous import Asynchronous
 from springline.center.plan import LEFT_OUT
 from springline.launch.export import export
 from springline.rules import SGD
@@ -29,14 +29,14 @@ GRADIENTS = {"v": np.ones(SIZE, np.float32)}
 def stop_in_an_exchange(pipe, directory, name):
     """Exchange, and be stopped by SIGSTOP in the middle of it, with a lock held."""
     worker = Worker(VALUES, RULES[name], directory, 1, synchronous=False)
-    swap = MemoryMember._swap
+    swap = Asynchronous._swap
 
-    def stopping(member, block, local):
+    def stopping(exchanges, block, side):
         os.kill(os.getpid(), signal.SIGSTOP)
-        MemoryMember._swap = swap
-        swap(member, block, local)
+        Asynchronous._swap = swap
+        return swap(exchanges, block, side)
 
-    MemoryMember._swap = stopping
+    Asynchronous._swap = stopping
     pipe.send("ready")
     pipe.recv()
     worker.observe(GRADIENTS)

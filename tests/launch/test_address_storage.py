@@ -56,6 +56,6 @@ def test_a_storage_that_is_behind_at_the_end_is_said(train, run, tmp_path):
     place.rename(tmp_path / "away")
     place.write_text("a file, where no checkpoint can be")
     assert running.wait(PATIENCE) == 0, running.output
-    said = "The storage is behind the center that was saved here: no final checkpoint of "
+    said = "The storage is older than the center that was saved here: no final checkpoint of "
     assert f"{said}{center_name(run.path)}/shard-0: Cannot read {place}" in running.output
     assert (load_file(run.path / "center.safetensors")["w"] > 0).all()

@@ -97,7 +97,8 @@ def test_silent_worker_is_warned_of(monkeypatch, caplog):
 
     class Tell(logging.Handler):
         def emit(self, record):
-            if record.getMessage().startswith("Waiting for"):  # other tests' threads warn, too
+            # The threads of other tests warn, too.
+            if record.getMessage().startswith("Still waiting for"):
                 said.append(record.getMessage())
                 warned.set()
 

@@ -1,7 +1,8 @@
 """Where the center lives."""
 
-from springline.center.center import Center, Local, Member, Progress
+from springline.center.center import Center, Member, Progress
 from springline.center.layout import Layout
+from springline.center.local import Local
 from springline.center.memory import LocalCenter
 from springline.center.shared import SharedCenter
 from springline.errors import (

@@ -9,68 +9,22 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from springline import checks
-from springline.center.blocks import NO_RATE
-from springline.center.distance import Distance
-from springline.center.layout import Bytes, Layout, aligned_zeros
-from springline.center.plan import Plan
+from springline.center.layout import Bytes, Layout
+from springline.center.local import Local
+from springline.center.plan import Plan, differences
 from springline.errors import CenterError, LayoutError, NonFiniteError, RankError, SettingsError
 from springline.rules.rule import Rule
 
 _Self = TypeVar("_Self", bound="Center")
-
-
-class Local:
-    """One worker's flat buffers, laid out as the center is.
-
-    Args:
-        layout: the model's.
-        rule: decides which buffers there are.
-        allocate: makes a buffer of so many bytes, all zero.
-
-    Attributes:
-        x: the worker's parameters and buffers.
-        a: its accumulated gradient, if the rule has one.
-        base: `c̃`, if the rule keeps it.
-        gradients: how many gradients `a` holds, per fragment.
-        seen: per entry, whether `a` holds a gradient for it; where not, its part of `a` is void.
-        rates: per entry, the learning rate that goes with a message; `NO_RATE` for none.
-        steps: local steps of the worker's rank, across restarts.
-        speed: local steps per second since the last exchange, if the rule asks.
-        distance: how far it is from the center, `‖x − c‖/‖c‖`, at an exchange.
-    """
-
-    def __init__(
-        self, layout: Layout, rule: Rule, allocate: Callable[[int], Bytes] = aligned_zeros
-    ) -> None:
-        self.layout = layout
-        self.x: Bytes = allocate(layout.nbytes)
-        self.a: Bytes | None = allocate(layout.nbytes) if rule.accumulates else None
-        self.base: Bytes | None = allocate(layout.nbytes) if rule.keeps_base else None
-        self._fragments = np.array([e.fragment for e in layout.entries])
-        self.gradients: NDArray[np.int64] = np.zeros(layout.fragments, np.int64)
-        self.seen: NDArray[np.bool_] = np.zeros(len(layout.entries), bool)
-        self.rates: NDArray[np.float64] = np.full(len(layout.entries), NO_RATE)
-        self.steps = 0
-        self.speed = 0.0
-        self.distance = Distance()
-
-    def forget_gradients(self, fragment: int | None = None) -> None:
-        """`a ← 0`, of one fragment or of all, without touching its memory."""
-        if fragment is None:
-            self.gradients[:] = 0
-            self.seen[:] = False
-        else:
-            self.gradients[fragment] = 0
-            self.seen[self._fragments == fragment] = False
 
 
 @dataclass(frozen=True)
@@ -155,6 +109,7 @@ class Center(ABC):
 
     plan: Plan
     process: int  # that has opened it
+    in_a_child: ClassVar[str] = "Open it again in the child."
     closed = False
 
     @property
@@ -218,12 +173,8 @@ class Center(ABC):
         if os.getpid() != self.process:
             raise CenterError(
                 f"This center was opened in process {self.process} and is used in its child "
-                f"{os.getpid()}. Open it again in the child."
+                f"{os.getpid()}. {self.in_a_child}"
             )
-
-    def check_layout(self, layout: Layout) -> None:
-        """Refuse a model that differs from the center's; name the first difference."""
-        check_layout(self.layout, layout)
 
     def check_join(self, rank: int, rule: Rule, timeout: float | None) -> None:
         """Refuse a worker with other settings than the center's, or a rank out of range."""
@@ -243,6 +194,12 @@ class Center(ABC):
         self.close()
 
 
+def check_plan(center: Plan, worker: Plan) -> None:
+    """Refuse a worker with another model or other settings than the center's."""
+    check_layout(center.layout, worker.layout)
+    check_settings(center.settings, worker.settings)
+
+
 def check_layout(center: Layout, worker: Layout) -> None:
     """Refuse a model that differs from the center's; name the first difference."""
     difference = center.difference(worker)
@@ -255,8 +212,7 @@ def check_layout(center: Layout, worker: Layout) -> None:
 
 def check_rank(rank: Any, workers: float) -> None:
     """Refuse a rank out of range."""
-    whole = isinstance(rank, int | np.integer) and not isinstance(rank, bool)
-    if not whole or not 0 <= rank < workers:
+    if not checks.is_whole(rank) or not 0 <= rank < workers:
         raise RankError(
             f"`rank` must be an integer from 0 to {workers - 1}, since the run is "
             f"configured for {workers} workers. Received: rank={rank!r}."
@@ -265,13 +221,11 @@ def check_rank(rank: Any, workers: float) -> None:
 
 def check_settings(center: Mapping[str, Any], worker: Mapping[str, Any]) -> None:
     """Refuse a worker whose rule or settings differ from the center's; name the difference."""
-    for key in [*center, *(k for k in worker if k not in center)]:
-        ours, its = center.get(key), worker.get(key)
-        if ours != its:
-            raise SettingsError(
-                f"The center was made with {key}={ours!r}, this worker comes with {key}={its!r}. "
-                "Start it with the center's settings, or a new run."
-            )
+    for key, ours, its in differences(center, worker):
+        raise SettingsError(
+            f"The center was made with {key}={ours!r}, this worker comes with {key}={its!r}. "
+            "Start it with the center's settings, or start a new run."
+        )
 
 
 def check_finite(layout: Layout, values: Mapping[str, Any]) -> None:
@@ -280,5 +234,5 @@ def check_finite(layout: Layout, values: Mapping[str, Any]) -> None:
         if not np.isfinite(values[entry.name]).all():
             raise NonFiniteError(
                 f"{entry.kind.capitalize()} {entry.name!r} has NaN or Inf, so no center was "
-                "made with it. Look at how the model is initialised or loaded."
+                "made with it. Check how the model is initialised or loaded."
             )

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from springline import files, sealed
 from springline.center.layout import Bytes
-from springline.center.plan import Plan, check_settings
+from springline.center.plan import Plan, check_saved_settings, differences
 from springline.errors import CheckpointError
 from springline.typed import Count, build
 
@@ -140,9 +140,8 @@ def read(path: Path, plan: Plan, center: Bytes, state: Bytes) -> Saved:
             elif its.dtype != ours.dtype:
                 wrong.append(f"{name}: dtype {its.dtype}, wanted {ours.dtype}")
         if saved.outer and plan.outer:
-            keys = [*saved.outer, *(key for key in plan.outer if key not in saved.outer)]
-            pairs = [(key, saved.outer.get(key), plan.outer.get(key)) for key in keys]
-            wrong += [f"outer optimizer: {k}={a!r}, wanted {b!r}" for k, a, b in pairs if a != b]
+            pairs = differences(saved.outer, plan.outer)
+            wrong += [f"outer optimizer: {key}={a!r}, wanted {b!r}" for key, a, b in pairs]
         if wrong:
             raise CheckpointError(
                 f"{path} belongs to another model or rule: {'; '.join(wrong)}. "
@@ -188,7 +187,7 @@ def _look(path: Path, whole: bool) -> Saved:
 
 def _header(path: Path, file: sealed.TensorFile) -> Saved:
     if _HEADER not in file.metadata:
-        raise CheckpointError(f"{path} is a safetensors file but no checkpoint of a center.")
+        raise CheckpointError(f"{path} is a safetensors file, but not a center's checkpoint.")
     header = json.loads(file.metadata[_HEADER])
     found = int(header["format"])
     if found != _FORMAT:
@@ -197,7 +196,7 @@ def _header(path: Path, file: sealed.TensorFile) -> Saved:
             f"{path} has format {found}, this springline reads format {_FORMAT}. {advice}"
         )
     saved = build(Saved, header)
-    check_settings(saved.settings)
+    check_saved_settings(saved.settings)
     return saved
 
 

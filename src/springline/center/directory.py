@@ -84,13 +84,13 @@ def no_checkpoint(directory: Path, path: Path) -> CenterError:
     owner = owner_of(path) if path.exists() else None
     if owner and owner != directory.absolute():
         return CenterError(
-            f"{directory} is a copy of {owner}, made before there was a checkpoint: the center is "
-            "in the memory of the other only. Copy it again when it has a checkpoint."
+            f"{directory} is a copy of {owner}, made before there was a checkpoint: only the "
+            "original has the center in memory. Copy it again when it has a checkpoint."
         )
     return CenterError(
         f"The memory of the center in {directory} is gone and there is no checkpoint. Was the "
-        "machine restarted? Or was the directory copied or moved while its run was going on? The "
-        "other one then has the center. Start in a new directory."
+        "machine restarted? Or was the directory copied or moved during its run? Then the other "
+        "directory has the center. Start in a new one."
     )
 
 

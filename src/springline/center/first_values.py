@@ -21,12 +21,7 @@ OtherNames = Mapping[str, str | None]
 
 
 class FirstValues:
-    """A file to take a new center's values from.
-
-    Args:
-        path: the file.
-        other_names: what it may have beside the center's own names.
-    """
+    """A file to take a new center's values from."""
 
     def __init__(self, path: Path, other_names: OtherNames) -> None:
         self._path = path

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from springline.center.blocks import like, point, put, shaped
-from springline.center.layout import Bytes
+from springline.center.blocks import Points, points_of
 from springline.center.plan import JOURNAL_WORDS, Memory, Plan
-from springline.rules.outer import Point
+from springline.center.verbs import put
 
 _READY, _BLOCK, _NUMBER = range(3)
 
@@ -19,9 +18,8 @@ _READY, _BLOCK, _NUMBER = range(3)
 class Journal:
     """The journal of a center in memory.
 
-    Args:
-        plan: the center's.
-        memory: the center's.
+    Attributes:
+        points: of each shard's blocks, which are stepped in the journal.
     """
 
     def __init__(self, plan: Plan, memory: Memory) -> None:
@@ -33,26 +31,12 @@ class Journal:
         for shard in ranges:  # the last round that each block holds
             self._applied.append(numbers[at : at + len(shard)])
             at += len(shard)
-        self._rooms: list[Bytes] = []
-        begin = plan.journal_head
+        state, begin = memory.state_of(plan), plan.journal_head
+        self.points: list[Points] = []
         for shard in ranges:
             end = begin + max((plan.room(range_) for range_ in shard), default=0)
-            self._rooms.append(memory.journal[begin:end])
-            begin = end
-        state = memory.state_of(plan)
-
-        def points(k: int) -> list[tuple[Point, Point]]:
-            now = [
-                point(plan, r, shaped(plan, r, memory.center[r.start : r.stop]), state)
-                for r in ranges[k]
-            ]
-            return [(p, like(p, self._rooms[k])) for p in now]
-
-        self._points = [points(k) for k in range(len(ranges))]
-
-    def room(self, shard: int) -> Bytes:
-        """Return where the blocks of a shard are stepped."""
-        return self._rooms[shard]
+            scratch, begin = memory.journal[begin:end], end
+            self.points.append(points_of(plan, shard, memory.center, state, scratch))
 
     def holds(self, shard: int, block: int, number: int) -> bool:
         """Whether a block holds a round already."""
@@ -77,7 +61,7 @@ class Journal:
         if not head[_READY]:
             return
         block = int(head[_BLOCK])
-        now, then = self._points[shard][block]
+        now, then = self.points[shard][block]
         put(then, now)
         applied = self._applied[shard]
         applied[block] = max(applied[block], head[_NUMBER])

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -26,7 +27,6 @@ CENTER_DTYPE = {
     "float64": "float64",
 }
 Kind = Literal["parameter", "buffer"]
-Row = tuple[str, tuple[int, ...], str, Kind, int]  # name, shape, dtype, kind, fragment
 Bytes = NDArray[np.uint8]
 
 
@@ -50,8 +50,8 @@ class Entry:
     shape: tuple[int, ...]
     dtype: str  # the model's own
     kind: Kind
-    fragment: int
-    offset: int  # bytes
+    fragment: int = 0
+    offset: int = 0  # bytes
 
     @property
     def center_dtype(self) -> str:
@@ -67,6 +67,11 @@ class Entry:
         """Return this tensor's part of a flat buffer, in its own shape."""
         part = buffer[self.offset : self.offset + self.nbytes]
         return part.view(self.center_dtype).reshape(self.shape)
+
+    @property
+    def group(self) -> tuple[int, bool, bool]:
+        """What stands together in the buffer, in this order: one fragment, kind and dtype."""
+        return self.fragment, self.kind == "buffer", self.center_dtype == "float32"
 
 
 @dataclass(frozen=True)
@@ -114,31 +119,28 @@ class Layout:
         >>> [(e.name, e.center_dtype, e.offset) for e in layout.entries], layout.nbytes
         ([('w', 'float32', 64), ('b', 'float64', 0)], 128)
         """
-        rows = [
-            *(_describe(name, t, "parameter") for name, t in parameters.items()),
-            *(_describe(name, t, "buffer") for name, t in (buffers or {}).items()),
+        entries = [
+            *(_entry(name, t, "parameter") for name, t in parameters.items()),
+            *(_entry(name, t, "buffer") for name, t in (buffers or {}).items()),
         ]
-        if not any(kind == "parameter" for *_, kind in rows):
+        if not parameters:
             raise LayoutError("The model has no parameters. Received: an empty mapping.")
-        names = [name for name, *_ in rows]
+        names = [e.name for e in entries]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
-            raise LayoutError(f"Two tensors are named {twice!r}. Every name must be used once.")
-        sizes = {name: _nbytes(shape, dtype) for name, shape, dtype, kind in rows}
-        fragment = fragment_of({name: sizes[name] for name in parameters}, fragments)
-        last = max(fragment.values())
-        return cls._place([(*row, fragment.get(row[0], last)) for row in rows])
+            raise LayoutError(f"Two tensors are named {twice!r}. Names must be unique.")
+        fragment = fragment_of({e.name: e.nbytes for e in entries[: len(parameters)]}, fragments)
+        last = max(fragment.values())  # has the buffers
+        return cls._place([replace(e, fragment=fragment.get(e.name, last)) for e in entries])
 
     @classmethod
-    def _place(cls, rows: Sequence[Row]) -> Layout:
-        """Give every tensor its place; buffers are in the last fragment."""
-        offset, placed = 0, dict[int, int]()
-        for group in _groups(rows):
-            for index, row in enumerate(rows):
-                if _group_of(row) == group:
-                    placed[index] = offset
-                    offset += aligned(_nbytes(row[1], row[2]))
-        return cls(tuple(Entry(*row, offset=placed[i]) for i, row in enumerate(rows)), offset)
+    def _place(cls, entries: Sequence[Entry]) -> Layout:
+        """Give every tensor its place, group by group."""
+        offset, placed = 0, dict[str, Entry]()
+        for e in sorted(entries, key=lambda e: e.group):
+            placed[e.name] = replace(e, offset=offset)
+            offset += aligned(e.nbytes)
+        return cls(tuple(placed[e.name] for e in entries), offset)
 
     @cached_property
     def index(self) -> dict[str, int]:
@@ -166,24 +168,19 @@ class Layout:
             count: about how many, at most.
         """
         target = max(self.nbytes // count, BLOCK)
-        for of_group in _groups(self._rows):
-            group = [
-                e
-                for e, row in zip(self.entries, self._rows, strict=True)
-                if _group_of(row) == of_group and e.nbytes
-            ]
-            if not group:
-                continue
-            fragment, kind, dtype = group[0].fragment, group[0].kind, group[0].center_dtype
-            start, stop = group[0].offset, group[-1].offset + group[-1].nbytes
-            if whole and kind == "parameter":
-                cuts = _cuts_between([e.offset for e in group[1:]], start, target)
+        in_order = sorted((e for e in self.entries if e.nbytes), key=lambda e: e.group)
+        for _, group in groupby(in_order, lambda e: e.group):
+            first, *others = group
+            last = others[-1] if others else first
+            start, stop = first.offset, last.offset + last.nbytes
+            if whole and first.kind == "parameter":
+                cuts = _cuts_between([e.offset for e in others], start, target)
             else:
                 pieces = max(round((stop - start) / target), 1)
                 size = -(-(stop - start) // pieces // ALIGNMENT) * ALIGNMENT
                 cuts = list(range(start + size, stop, size))
             for left, right in zip([start, *cuts], [*cuts, stop], strict=True):
-                yield ByteRange(left, right, dtype, kind, fragment)
+                yield ByteRange(left, right, first.center_dtype, first.kind, first.fragment)
 
     def blocks(self, shard: ByteRange, whole: bool, elementwise: bool) -> Iterator[ByteRange]:
         """Cut a shard into blocks that stay in cache.
@@ -245,13 +242,9 @@ class Layout:
         ]
         return tuple(slice(a, b) for a, b in zip([0, *ends], ends, strict=False))
 
-    @cached_property
-    def _rows(self) -> list[Row]:
-        return [(e.name, e.shape, e.dtype, e.kind, e.fragment) for e in self.entries]
-
     def to_json(self) -> list[list[Any]]:
         """Return what `from_json` takes."""
-        return [[name, list(shape), *more] for name, shape, *more in self._rows]
+        return [[e.name, list(e.shape), e.dtype, e.kind, e.fragment] for e in self.entries]
 
     @classmethod
     def from_json(cls, rows: Iterable[tuple[str, Sequence[int], str, Kind, int]]) -> Layout:
@@ -260,31 +253,15 @@ class Layout:
         Raises:
             ValueError: it is something else.
         """
-        found: list[Row] = [(name, tuple(n), dtype, kind, f) for name, n, dtype, kind, f in rows]
-        names, last = {row[0] for row in found}, max((row[4] for row in found), default=0)
-        if len(names) < len(found) or any(row[2] not in CENTER_DTYPE for row in found):
+        entries = [Entry(name, tuple(n), dtype, kind, f) for name, n, dtype, kind, f in rows]
+        names, last = {e.name for e in entries}, max((e.fragment for e in entries), default=0)
+        if len(names) < len(entries) or any(e.dtype not in CENTER_DTYPE for e in entries):
             raise ValueError("it has a tensor twice, or of an unknown dtype")
-        if {row[4] for row in found if row[3] == "parameter"} != set(range(last + 1)):
+        if {e.fragment for e in entries if e.kind == "parameter"} != set(range(last + 1)):
             raise ValueError("it has a fragment without parameters")
-        if any(row[3] == "buffer" and row[4] != last for row in found):
+        if any(e.kind == "buffer" and e.fragment != last for e in entries):
             raise ValueError("it has a buffer in the wrong fragment")
-        return cls._place(found)
-
-
-def _group_of(row: Row) -> tuple[int, str, str]:
-    """Return what stands together: fragment, kind and dtype."""
-    return row[4], row[3], CENTER_DTYPE[row[2]]
-
-
-def _groups(rows: Sequence[Row]) -> list[tuple[int, str, str]]:
-    """Return the groups in their order: parameters before buffers, float64 before float32."""
-    return sorted(
-        {_group_of(row) for row in rows}, key=lambda g: (g[0], g[1] == "buffer", g[2] == "float32")
-    )
-
-
-def _nbytes(shape: Sequence[int], dtype: str) -> int:
-    return math.prod(shape) * np.dtype(CENTER_DTYPE[dtype]).itemsize
+        return cls._place(entries)
 
 
 def aligned(nbytes: int) -> int:
@@ -299,14 +276,14 @@ def aligned_zeros(nbytes: int) -> Bytes:
     return raw[start : start + nbytes]
 
 
-def _describe(name: str, t: Tensor, kind: Kind) -> tuple[str, tuple[int, ...], str, Kind]:
+def _entry(name: str, t: Tensor, kind: Kind) -> Entry:
     dtype = str(t.dtype)
     if dtype not in CENTER_DTYPE:
         raise LayoutError(
             f"{kind.capitalize()} {name!r} has dtype {dtype}, but a center holds floating-point "
             f"tensors ({', '.join(CENTER_DTYPE)}). Leave it out."
         )
-    return name, tuple(int(n) for n in t.shape), dtype, kind
+    return Entry(name, tuple(int(n) for n in t.shape), dtype, kind)
 
 
 def _cuts_between(boundaries: list[int], start: int, target: int) -> list[int]:

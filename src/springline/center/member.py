@@ -1,13 +1,8 @@
-"""A member of a center in memory: the exchange itself.
-
-All four verbs run in the worker, shard by shard under the shard's lock (or without it, as Hogwild),
-and block by block, so that a block is still in cache when it is stepped and adopted.
-"""
+"""A member of a center in memory. It exchanges in rounds, or asynchronously."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
 import threading
@@ -17,23 +12,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from springline.center.blocks import (
-    ERRORS,
-    Array,
-    Block,
-    Blocks,
-    RefusedError,
-    Side,
-    adopted,
-    commit,
-    contribute,
-    measure,
-    non_finite,
-    step,
-)
-from springline.center.center import Local, Member, check_finite
+from springline.center.asynchronous import Asynchronous
+from springline.center.blocks import Blocks
+from springline.center.center import Member, check_finite
 from springline.center.layout import Bytes
-from springline.center.locks import CREATE, SHARD
+from springline.center.local import Local
+from springline.center.locks import CREATE
 from springline.center.plan import (
     ENDS,
     EXCHANGES,
@@ -42,7 +26,6 @@ from springline.center.plan import (
     JOINED,
     JOINING,
     LAST,
-    LEFT_OUT,
     MILLIONTH,
     NANOSECONDS,
     SEALED,
@@ -51,21 +34,25 @@ from springline.center.plan import (
     STEPS,
 )
 from springline.center.rounds import MemoryRounds
-from springline.center.waiting import WARN_EVERY, is_stopped, wait_until
+from springline.center.verbs import (
+    ERRORS,
+    Array,
+    Block,
+    RefusedError,
+    Side,
+    commit,
+    contribute,
+    non_finite,
+)
+from springline.center.waiting import wait_until
 from springline.errors import CenterError, NonFiniteError
-from springline.rules.outer import Exchange
 from springline.rules.rule import Rule
 from springline.signals import deferred
 
 if TYPE_CHECKING:
     from springline.center.memory import MemoryCenter
 
-# Seconds that an exchange waits for shards that others have locked: if their holders are stopped,
-# if they appear to run, and if the last exchange left the same shards out.
-_STOPPED, _LONGEST, _AGAIN = 0.1, 10.0, 0.01
-_PAUSE, _LONGEST_PAUSE = 50e-6, 5e-3  # between two attempts
 _GATHER = 10.0  # seconds to wait for all ranks of a center that was restored
-_log = logging.getLogger("springline")
 
 
 class MemoryMember(Member):
@@ -84,27 +71,23 @@ class MemoryMember(Member):
         self.was_sealed = bool(center.sealed)
         self._turn = threading.RLock()  # a signal handler may leave while an exchange waits
         self._busy = False
-        self._locked: set[int] = set()  # shards that the last exchange left out
-        self._warned_at = 0.0
         self.left = False
         self._bound: Local | None = None
         self._sides: list[list[Side]] = []
         self.outgoing: list[list[Side]] = []  # in rounds: the same, with messages in our slot
         plan, memory = center.plan, center.memory
-        scratch = center.journal.room if center.journal else None
+        points = center.journal.points if center.journal else None
         state = memory.state_of(plan)
-        self.blocks = Blocks(plan, rule, plan.shards, memory.center, state, scratch)
-        self._rounds = MemoryRounds(center, self) if rule.rounds else None
-        if self._rounds:
-            self._rounds.enter()
+        self.blocks = Blocks(plan, rule, plan.shards, memory.center, state, points)
+        self._mode = MemoryRounds(center, self) if rule.rounds else Asynchronous(center, self)
+        self._mode.enter()
         self.start_step = int(self.row[STEPS])
-        self._others = self._exchanges_of_others()  # at this worker's last exchange
         self.row[JOINED] = HERE
 
     @property
     def number(self) -> int:
         """The number of this worker's next exchange."""
-        return self._rounds.number if self._rounds else int(self.row[EXCHANGES])
+        return self._mode.number
 
     def fastest(self) -> float:
         """Return the steps per second of the fastest live worker."""
@@ -124,11 +107,7 @@ class MemoryMember(Member):
             try:
                 self._busy = True
                 with np.errstate(**ERRORS):
-                    if self._rounds:
-                        exchanged = self._rounds.exchange(self._sides, local)
-                    else:
-                        self._exchange(local)
-                        exchanged = True
+                    exchanged = self._mode.exchange(self._sides, local)
             finally:
                 self._busy = False
                 local.forget_gradients(fragment)
@@ -142,8 +121,7 @@ class MemoryMember(Member):
     def take(self, out: Bytes) -> None:
         """Copy the point that a worker continues from, consistent per shard."""
         self.center.check_process()
-        if self._rounds:
-            self._rounds.begin_here()
+        self._mode.begin_here()
         for k in range(len(self.blocks.shards)):
             with self.center.shard_lock(k):
                 self.blocks.publish(k, out)
@@ -215,73 +193,12 @@ class MemoryMember(Member):
             finally:
                 self._turn.release()
 
-    def _exchange(self, local: Local) -> None:
-        """Exchange shard by shard, unlocked ones first.
-
-        A shard that stays locked for longer than a running process ever holds it is left out: its
-        holder is stopped. The next exchange hardly waits for it.
-        """
-        start, pause = time.monotonic(), _PAUSE
-        todo = self.in_turn(self.number)
-        others = self._exchanges_of_others()
-        exchange = Exchange(number=self.center.version, staleness=others - self._others)
-        self._others = others
-        while todo:
-            busy = [k for k in todo if not self._exchange_shard(k, local, exchange)]
-            if len(busy) < len(todo):
-                todo, start = busy, time.monotonic()
-            elif self._in_vain(todo, time.monotonic() - start):
-                break
-            else:  # a few seconds at most: no signal handler leaves an exchange half made
-                time.sleep(pause)
-                pause = min(1.3 * pause, _LONGEST_PAUSE)
-        self._leave_out(todo)
-
     def in_turn(self, number: int) -> list[int]:
         """Return the shards of an exchange, those first that others leave for later."""
         fragments = self.center.plan.fragments
         shards = list(fragments[number % len(fragments)])
         first = self.rank * len(shards) // self.center.plan.workers
         return shards[first:] + shards[:first]
-
-    def _in_vain(self, shards: list[int], waited: float) -> bool:
-        """Whether to stop waiting for shards that others have locked."""
-        if waited > _LONGEST or (waited > _AGAIN and self._locked.issuperset(shards)):
-            return True
-        holders = (self.center.locks.holder(SHARD + k) for k in shards)
-        return waited > _STOPPED and all(is_stopped(process) for process in holders)
-
-    def _exchange_shard(self, k: int, local: Local, exchange: Exchange) -> bool:
-        if not self.center.try_acquire_shard(k):
-            return False
-        try:
-            for i, side in enumerate(self._sides[k]):
-                self._exchange_block(k, i, side, local, exchange)
-        finally:
-            self.center.release_shard(k)
-        return True
-
-    def _exchange_block(self, k: int, i: int, side: Side, local: Local, exchange: Exchange) -> None:
-        """Contribute, step, adopt; then what was stepped is put in place."""
-        block, journal = self.blocks.shards[k][i], self.center.journal
-        if block.rule.adopts_seen:
-            measure(block, side, block.now.c)
-        if journal is None and self._swap(block, side):
-            return
-        stepped = block.has_gradient(local.seen)
-        if stepped:
-            message = self.message(block, side, local)
-            try:
-                own = message is side.out
-                step(block, (message,), exchange, local.rates, scratch=own)
-            except RefusedError as error:
-                raise self.non_finite(error.offset) from error
-        c = adopted(block, stepped, side.out)
-        if not block.rule.adopts_seen:
-            measure(block, side, c)
-        block.rule.adopt(side.x, side.base, c, block.work)
-        if stepped:
-            self.put_in_place(k, i, 0)
 
     def put_in_place(self, k: int, i: int, number: int) -> None:
         """Put a block's step in place: through the journal, unless it may be made again."""
@@ -290,32 +207,6 @@ class MemoryMember(Member):
             journal.commit(k, i, number)
         else:
             commit(block)
-
-    def _swap(self, block: Block, side: Side) -> bool:
-        try:
-            return block.rule.swap(side.x, side.base, block.now.c, block.work)
-        except FloatingPointError:
-            return False
-
-    def _exchanges_of_others(self) -> int:
-        exchanges = self.center.memory.ranks[:, EXCHANGES]
-        return int(exchanges.sum() - exchanges[self.rank])
-
-    def _leave_out(self, shards: list[int]) -> None:
-        self._locked = set(shards)
-        if not shards:
-            return
-        self.row[LEFT_OUT] += len(shards)
-        now = time.monotonic()
-        if now > self._warned_at + WARN_EVERY:
-            self._warned_at = now
-            _log.warning(
-                "%d of %d parts of the center are left out of this worker's exchanges: they are "
-                "locked by %s.",
-                len(shards),
-                len(self._sides),
-                self.center.locks.who(SHARD + shards[0]),
-            )
 
     def message(self, block: Block, side: Side, local: Local) -> Array:
         """Return a block's message, which is finite."""
@@ -332,7 +223,7 @@ class MemoryMember(Member):
         """Lay the worker's buffers beside the center's blocks."""
         mine, distance = (local.x, local.a, local.base), local.distance
         self._sides = self.blocks.bind(*mine, distance=distance)
-        if self._rounds:
+        if self.rule.rounds:
             slot = self.center.memory.slots[self.rank]
             self.outgoing = self.blocks.bind(*mine, slot, distance)
         self._bound = local

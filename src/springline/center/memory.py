@@ -6,7 +6,6 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -90,14 +89,12 @@ class MemoryCenter(Center):
         """How the center was sealed: a mark, or 1 if that is not known; 0 if it is not."""
         return int(self.memory.head[SEALED]) or int(self.version > 0)
 
-    def shard_lock(self, shard: int) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def shard_lock(self, shard: int) -> Iterator[None]:
         """Hold a shard's lock, if this center has locks."""
         if not self.plan.use_locking:
-            return nullcontext()
-        return self._acquire_shard(shard)
-
-    @contextlib.contextmanager
-    def _acquire_shard(self, shard: int) -> Iterator[None]:
+            yield
+            return
         with self.locks.acquire(SHARD + shard, self.timeout):
             self._finish(shard)
             yield

@@ -49,7 +49,9 @@ def map_memory(path: Path, nbytes: int) -> Bytes:
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
-            raise CenterError(f"{path} is not ours: it belongs to another user, or is no file.")
+            raise CenterError(
+                f"{path} is not ours: it belongs to another user, or is not a regular file."
+            )
         if status.st_size < nbytes:
             raise CenterError(f"{path} is shorter than the center it should hold.")
         if not _mark(fd):
@@ -69,7 +71,7 @@ def named(name: object, directory: Path) -> Path:
         return directory / MEMORY_NAME
     path = Path(name) if isinstance(name, str) else Path()
     if path.name != MEMORY_NAME or path.parent.parent != TMPFS or not HOME.match(path.parent.name):
-        raise ValueError(f"{name!r} is no memory of a center")
+        raise ValueError(f"{name!r} is not a center's memory")
     return path
 
 

@@ -9,7 +9,7 @@ slots     one model per worker, for rounds; none for the asynchronous rules
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -213,7 +213,7 @@ class Plan:
             ValueError: it is something else.
         """
         plan = build(_Written, values)
-        check_settings(plan.settings)
+        check_saved_settings(plan.settings)
         layout = Layout.from_json(plan.layout)
         if any(parameter >= len(layout.entries) for parameter, *_ in plan.state):
             raise ValueError("it has state of no parameter")
@@ -238,8 +238,14 @@ class _Written:
     state: list[tuple[Count, str, list[Count], float]]
 
 
-def check_settings(settings: dict[str, Any]) -> None:
-    """Refuse settings that no rule has: screens show them.
+def differences(ours: Mapping[str, Any], its: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Return what differs between two sets of settings: key, ours and the other's."""
+    keys = [*ours, *(key for key in its if key not in ours)]
+    return [(k, ours.get(k), its.get(k)) for k in keys if ours.get(k) != its.get(k)]
+
+
+def check_saved_settings(settings: dict[str, Any]) -> None:
+    """Refuse settings in a file that no rule has: screens show them.
 
     Raises:
         ValueError: these.

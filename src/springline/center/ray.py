@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from springline.center.center import check_layout, check_settings
+from springline.center.center import check_plan
 from springline.center.layout import Layout
 from springline.center.plan import Plan
 from springline.center.ray_actors import HeadActor, make_actor
@@ -128,9 +128,7 @@ class RayCenter(RemoteCenter):
                 f"given {_storage(storage)}. Another run made it: end that run, or give all its "
                 "workers the same storage."
             )
-        held = Plan.from_json(description["plan"])
-        check_layout(held.layout, layout)
-        check_settings(held.settings, plan.settings)
+        check_plan(Plan.from_json(description["plan"]), plan)
         Call(head_peer(name, head, token), "make_shards", rule).result()
         handles = [find(shard_name(name, k)) for k in range(description["shards"])]
         return cls(name, description, [head, *handles], token)
@@ -186,7 +184,8 @@ def retire(name: str, token: str) -> None:
         if failed:
             more = f" (and of {len(failed) - 1} more)" if failed[1:] else ""
             _log.warning(
-                "The storage is behind the center that was saved here: no final checkpoint of %s%s",
+                "The storage is older than the center that was saved here: no final checkpoint "
+                "of %s%s",
                 failed[0],
                 more,
             )

@@ -38,12 +38,7 @@ _log = logging.getLogger("springline")
 
 
 class ShardActor:
-    """A shard in an actor, behind an interceptor: `call` is all that others may call.
-
-    Args:
-        token: the center's.
-        given: for the shard.
-    """
+    """A shard in an actor, behind an interceptor: `call` is all that others may call."""
 
     def __init__(self, token: str, *given: Any) -> None:
         self._shard = Shard(*given)
@@ -59,12 +54,7 @@ class ShardActor:
 
 
 class HeadActor:
-    """A head in an actor, behind an interceptor: `call` is all that others may call.
-
-    Args:
-        token: the center's.
-        given: for the head.
-    """
+    """A head in an actor, behind an interceptor: `call` is all that others may call."""
 
     def __init__(self, token: str, *given: Any) -> None:
         self._interceptor = Interceptor(RayHead(token, *given), token)
@@ -194,8 +184,8 @@ class RayHead(Head):
         while missing := [name for name in names if not storage.holds(name)]:
             if time.monotonic() > deadline:
                 raise CenterError(
-                    f"The storage {storage.place} is not the same on all machines: what "
-                    f"{missing[0]} of the center has written is not seen by its head. Give a "
+                    f"The storage {storage.place} is not the same on all machines: the center's "
+                    f"head does not see what {missing[0]} has written. Give a "
                     "directory that every machine of the cluster sees, also those without workers, "
                     "or an fsspec URL."
                 )

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from springline.center.blocks import Block, RefusedError, Side, adopt, adopted, mean_rates, step
-from springline.center.center import Local
+from springline.center.local import Local
 from springline.center.locks import ROUND, SHARD
 from springline.center.plan import (
     BASE,
@@ -29,6 +28,7 @@ from springline.center.plan import (
     SETTLED,
     STEPS,
 )
+from springline.center.verbs import Block, RefusedError, Side, adopt, adopted, mean_rates, step
 from springline.center.waiting import wait_until
 from springline.rules.outer import Exchange
 

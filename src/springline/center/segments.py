@@ -1,4 +1,4 @@
-"""The directories of ours in the tmpfs: whose memory they hold, and which can be freed."""
+"""Our directories in the tmpfs: whose memory they hold, and which can be freed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GRACE = 24 * 3600.0  # seconds that memory outlives a directory which was moved
 
 @dataclass(frozen=True)
 class Segment:
-    """A directory of ours in the tmpfs."""
+    """One of our directories in the tmpfs."""
 
     path: Path
     owner: Path | None  # the directory of its center, where it was last seen

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from springline.center import checkpoint
-from springline.center.center import check_settings
+from springline.center.center import check_plan
 from springline.center.directory import (
     LAYOUT_NAME,
     check_platform,
@@ -113,8 +113,7 @@ class SharedCenter(MemoryCenter):
                         center = cls(directory, existing, path, raw, locks)
                     else:
                         center = cls._recover(directory, existing, path, locks)
-                    center.check_layout(layout)
-                    check_settings(center.settings, plan.settings)
+                    check_plan(center.plan, plan)
                     center._report_whose_values(values)
         except BaseException:
             locks.close()
@@ -223,9 +222,6 @@ class SharedCenter(MemoryCenter):
 
         One whose worker has finished may still read the center, so all must be about to end. If a
         launcher keeps the center, it is left to that.
-
-        Args:
-            rank: of the worker whose process ends.
         """
         if self.closed or os.getpid() != self.process:
             return

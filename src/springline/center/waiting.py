@@ -47,7 +47,7 @@ def wait_until(
             )
         if waited > WARN_AFTER and (not _warned or time.monotonic() > _warned[0] + WARN_EVERY):
             _warned[:] = [time.monotonic()]
-            _log.warning("Waiting for %s since %.0f s: %s", what, waited, _names(missing()))
+            _log.warning("Still waiting for %s after %.0f s: %s", what, waited, _names(missing()))
         time.sleep(pause)
         pause = min(pause * 1.3, _LONGEST_PAUSE)
 
@@ -81,4 +81,4 @@ def _state(process: int) -> str:
 
 def _names(missing: Collection[int | str]) -> str:
     names = (f"rank {who}" if isinstance(who, int) else who for who in sorted(missing, key=str))
-    return ", ".join(names) or "no rank (all have come, and it is not finished yet)"
+    return ", ".join(names) or "no rank (all have arrived, but it is not complete yet)"

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from springline.center import checkpoint
-from springline.center.center import Center, Progress, check_finite, check_settings
+from springline.center.center import Center, Progress, check_finite
 from springline.center.collective.checkpointer import Checkpointer
 from springline.center.collective.group import Group
 from springline.center.collective.member import CollectiveMember
@@ -34,7 +34,7 @@ from springline.center.collective.start import agree, check_goes_on, check_worke
 from springline.center.layout import Bytes, Layout
 from springline.center.plan import Plan
 from springline.checks import is_number
-from springline.errors import CenterError, RankError
+from springline.errors import RankError
 from springline.rules.rule import Rule
 
 SAVE_EVERY = 30.0
@@ -53,6 +53,8 @@ class CollectiveCenter(Center):
         save_every: seconds between two of them.
         restore: a checkpoint that rank 0 takes the first values from, if the directory has none.
     """
+
+    in_a_child = "The child is not part of the process group."
 
     def __init__(
         self,
@@ -108,8 +110,8 @@ class CollectiveCenter(Center):
 
     def join(self, rank: int, rule: Rule, timeout: float | None = None) -> CollectiveMember:
         """Become the worker of this process's rank; the group has its timeout already."""
-        check_settings(self.settings, rule.settings() | {"use_locking": True})
-        if rank != self.group.rank or isinstance(rank, bool):
+        self.check_join(rank, rule, timeout)
+        if rank != self.group.rank:
             raise RankError(
                 f"This process is rank {self.group.rank} of the {self.group.size} in its process "
                 f"group. Received: rank={rank!r}."
@@ -153,14 +155,6 @@ class CollectiveCenter(Center):
         """Write a checkpoint, if the last is old."""
         if self._checkpointer is not None:
             self._checkpointer.offer(self._snapshot)
-
-    def check_process(self) -> None:
-        """Refuse a child of the process, which is not in the group."""
-        if os.getpid() != self.process:
-            raise CenterError(
-                f"This center was made in process {self.process} and is used in its child "
-                f"{os.getpid()}, which has no part in the process group."
-            )
 
     def save_last(self) -> None:
         """Write the last checkpoint, when all have finished."""

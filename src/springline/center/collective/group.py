@@ -195,7 +195,7 @@ class Group:
             if self.timeout is None and now > warn_at:
                 warn_at += WARN_EVERY
                 words = self.rank, what, now - since, self._who(grace=0)
-                _log.warning("Rank %d waits for %s since %.0f s; %s.", *words)
+                _log.warning("Rank %d is still waiting for %s after %.0f s; %s.", *words)
 
     def _is_done(self, work: Any) -> bool:
         """Wait for a moment; return whether that was enough."""
@@ -211,7 +211,7 @@ class Group:
         who, reason = self._who(_GRACE), str(error).strip().splitlines()[0]
         if "timed out" not in reason.lower() and "timeout" not in reason.lower():
             return CenterError(
-                f"Rank {self.rank} lost {what}; {who}. {_ADVICE} Torch says: {reason}"
+                f"Rank {self.rank} could not complete {what}; {who}. {_ADVICE} Torch says: {reason}"
             )
         waited = "" if self.timeout is None else f"{self.timeout:g} s "
         return RoundTimeoutError(
@@ -220,13 +220,13 @@ class Group:
         )
 
     def _who(self, grace: float) -> str:
-        """Say who is missing; others have `grace` seconds to report that they are not."""
+        """Describe who is missing; others have `grace` seconds to report that they are not."""
         missing = _within(grace + _STORE_TIMEOUT, lambda: self._missing(grace))
         if missing is None:
-            return "which of the other ranks is missing cannot be known"
+            return "which of the other ranks are missing is not known"
         if missing:
             return "missing: " + ", ".join(f"rank {rank}" for rank in missing)
-        return "all ranks had come, so one has died since, or a connection is broken or too slow"
+        return "all ranks had arrived, so one has died since, or a connection is broken or too slow"
 
     def _missing(self, grace: float) -> list[int] | None:
         """Return the ranks that have not come to where we are; None if there is no store."""

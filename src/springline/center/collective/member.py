@@ -13,10 +13,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from springline.center.blocks import (
+from springline.center.blocks import Blocks
+from springline.center.center import Member, check_finite
+from springline.center.collective.replica import RankReport
+from springline.center.layout import Bytes
+from springline.center.local import Local
+from springline.center.state import arrays_of
+from springline.center.verbs import (
     ERRORS,
     Block,
-    Blocks,
     RefusedError,
     Side,
     adopt,
@@ -26,10 +31,6 @@ from springline.center.blocks import (
     non_finite,
     step,
 )
-from springline.center.center import Local, Member, check_finite
-from springline.center.collective.replica import RankReport
-from springline.center.layout import Bytes
-from springline.center.state import arrays_of
 from springline.errors import AFTER_NAN, CenterError, NonFiniteError
 from springline.rules.outer import Exchange
 from springline.rules.rule import Rule, size

@@ -9,6 +9,7 @@ from typing import Any
 from springline.center.center import check_settings
 from springline.center.collective.group import Group
 from springline.center.layout import Layout
+from springline.center.plan import differences
 from springline.errors import CenterError, LayoutError, SettingsError
 from springline.rules.rule import Rule
 
@@ -73,10 +74,8 @@ def _compare(rank: int, other: dict[str, Any], first: dict[str, Any]) -> None:
             f"The model of rank {rank} differs from rank 0's, which is the center's: {difference}. "
             "Start all ranks with the same model."
         )
-    ours, its = first["settings"], other["settings"]
-    for key in [*ours, *(k for k in its if k not in ours)]:
-        if ours.get(key) != its.get(key):
-            raise SettingsError(
-                f"Rank {rank} comes with {key}={its.get(key)!r}, rank 0 with {key}="
-                f"{ours.get(key)!r}. Start all ranks with the same settings."
-            )
+    for key, ours, its in differences(first["settings"], other["settings"]):
+        raise SettingsError(
+            f"Rank {rank} comes with {key}={its!r}, rank 0 with {key}={ours!r}. Start all ranks "
+            "with the same settings."
+        )

@@ -28,13 +28,7 @@ from springline.sealed import reading
 
 
 class RemoteCenter(Center):
-    """A center behind a head and shards.
-
-    Args:
-        description: the head's record of it.
-        head: the head.
-        shards: all of them, in order.
-    """
+    """A center behind a head and shards."""
 
     def __init__(self, description: Mapping[str, Any], head: Peer, shards: Sequence[Peer]) -> None:
         self.plan = Plan.from_json(description["plan"])
@@ -56,15 +50,15 @@ class RemoteCenter(Center):
 
     def members(self) -> list[int]:
         """Return the ranks with a recent heartbeat."""
-        return self._look(self._ask_head()).members
+        return self._look().members
 
     def finished(self) -> list[int]:
         """Return the ranks that have made all their steps and left for good."""
-        return self._look(self._ask_head()).finished
+        return self._look().finished
 
     def given_up(self) -> list[int] | None:
         """Return the ranks that a launcher does not restart; None if there is none."""
-        return self._look(self._ask_head()).given_up
+        return self._look().given_up
 
     def progress(self) -> list[Progress]:
         """Return how far each rank has come."""
@@ -114,18 +108,20 @@ class RemoteCenter(Center):
 
     def _known(self) -> tuple[dict[int, RankProgress], int]:
         """Return how far each rank has come, and the last round: the latest that is known."""
-        ask_head, ask_shard = self._ask_head(), Call(self.shards[0], "rows")
-        look = self._look(ask_head)
-        return latest([(look.rows, look.closed), ask_shard.result()])
-
-    def _ask_head(self) -> Call:
         self.check_process()
-        return Call(self.head, "look")
+        asked = Call(self.shards[0], "rows")
+        look = self._look()
+        return latest([(look.rows, look.closed), asked.result()])
 
-    def _look(self, asked: Call) -> Look:
-        look: Look | None = asked.result()
+    def _look(self) -> Look:
+        """Return what the head knows."""
+        self.check_process()
+        look: Look | None = Call(self.head, "look").result()
         if look is None:
-            raise CenterError("The center is gone. Start the run again: it goes on if it was kept.")
+            raise CenterError(
+                "The center is gone. Start the run again; it goes on from its storage, if it has "
+                "one."
+            )
         return look
 
     def _ask_shards(self, method: str) -> Iterator[tuple[slice, Any]]:

@@ -126,9 +126,7 @@ class Head:
 
     # Members.
 
-    async def join(
-        self, rank: int, incarnation: int | None = None
-    ) -> tuple[int, RankProgress, int]:
+    async def join(self, rank: int, incarnation: int | None = None) -> tuple[int, RankProgress]:
         """Join: at once if the rank is free, else when its holder turns out to be dead.
 
         Args:
@@ -136,7 +134,7 @@ class Head:
             incarnation: of a member that the head has forgotten, or dropped.
 
         Returns:
-            The incarnation, how far the rank has come, and the last closed round.
+            The incarnation, and how far the rank has come.
         """
         if self._ending:
             raise EndedError("The center is being ended. Start the run again.")
@@ -154,7 +152,7 @@ class Head:
         row = self._row(rank)
         if holder and holder.incarnation == incarnation:
             holder.heard = time.monotonic()  # it keeps its part in the round
-            return incarnation, row, self._membership.closed
+            return incarnation, row
         new = incarnation is None
         if incarnation is None:
             incarnation = issue(self._token, f"rank {rank}", after=row.incarnation)
@@ -167,7 +165,7 @@ class Head:
         self._membership.members[rank] = MemberState(incarnation, time.monotonic(), settled)
         self._note(rank, incarnation, row)
         self._membership.changed()
-        return incarnation, row, self._membership.closed
+        return incarnation, row
 
     async def joined(self, rank: int, incarnation: int) -> None:
         """Count a member in for the barrier."""
@@ -284,9 +282,7 @@ class Head:
     def _note(self, rank: int, incarnation: int, row: RankProgress) -> None:
         known = self._rows.get(rank, RankProgress())
         if incarnation >= known.incarnation and row.exchanges >= known.exchanges:
-            self._rows[rank] = RankProgress(
-                incarnation, row.number, row.steps, row.exchanges, row.seconds
-            )
+            self._rows[rank] = replace(row, incarnation=incarnation)
 
     async def _ask(self) -> None:
         """Ask the shards how far every rank has come."""

@@ -15,9 +15,9 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from springline.center.blocks import NO_RATE
 from springline.center.center import check_rank, check_settings
 from springline.center.layout import ByteRange
+from springline.center.local import NO_RATE
 from springline.center.plan import Plan
 from springline.center.remote.messages import (
     ClosedRound,
@@ -29,6 +29,7 @@ from springline.center.remote.messages import (
 )
 from springline.center.state import nbytes_of
 from springline.center.token import is_issued, is_same, sign
+from springline.checks import is_whole
 from springline.errors import (
     AFTER_NAN,
     CenterError,
@@ -57,18 +58,12 @@ class Target(Protocol):
 
 
 class Interceptor:
-    """Checks the calls to a head or a shard.
-
-    Args:
-        target: the head or the shard.
-        token: the center's.
-        ranges: what a shard holds of the layout.
-    """
+    """Checks the calls to a head or a shard."""
 
     def __init__(self, target: Target, token: str, ranges: Sequence[ByteRange] = ()) -> None:
         self._target = target
         self._key = token
-        self._ranges = ranges
+        self._ranges = ranges  # what a shard holds of the layout
         self._span = span(ranges)
 
     def admit(self, token: object, method: str, arguments: Sequence[Any]) -> Callable[..., Any]:
@@ -80,14 +75,14 @@ class Interceptor:
         """
         if not is_same(token, self._key):
             raise TokenError(
-                f"The call {reprlib.repr(method)} came without the token of this center. It was "
-                "made with the center: give `token=center.token`, or `token=read_token(RUN)` (of "
+                f"The call {reprlib.repr(method)} came without the token of this center, which "
+                "was made with it. Pass `token=center.token`, or `token=read_token(RUN)` (of "
                 "springline.center.token) for the center of a run, or set SPRINGLINE_TOKEN."
             )
         plan = self._target.plan
         known = method in self._target.calls
         if not known or (plan and _ROUNDS.get(method, plan.rounds) != plan.rounds):
-            raise CenterError(f"There is no call {reprlib.repr(method)} to this center.")
+            raise CenterError(f"This center has no call {reprlib.repr(method)}.")
         call: Callable[..., Any] = getattr(self._target, method)
         try:
             given = inspect.signature(call).bind(*arguments).arguments
@@ -118,7 +113,7 @@ class Interceptor:
         if not is_issued(self._key, f"rank {rank}", incarnation):
             raise RankError(
                 f"The head has not given incarnation {incarnation} to rank {rank}. Join the center "
-                "to get one."
+                "to be given one."
             )
 
     def _seconds(self, seconds: Any) -> None:
@@ -127,7 +122,7 @@ class Interceptor:
     def _lease(self, lease: Any) -> None:
         _whole(lease, "number")
         if not is_issued(self._key, "lease", lease):
-            raise CenterError(f"The head has not given out the lease {lease}. Ask it for one.")
+            raise CenterError(f"The head has not granted lease {lease}. Ask it for one.")
 
     def _held(self, held: Any) -> None:
         _whole(held, "number", 0)
@@ -157,11 +152,10 @@ class Interceptor:
     def _sender(self, sender: Any) -> None:
         _typed("sender", sender, Sender)
         self._rank(sender.rank)
-        for name in ("incarnation", "number", "steps", "exchanges"):
-            _whole(getattr(sender, name), name)
         _whole(sender.others, "others", 0)
-        _finite("seconds", sender.seconds)
-        self._issued(sender.rank, sender.incarnation)
+        self._row(sender.row)
+        _whole(sender.row.number, "number")
+        self._issued(sender.rank, sender.row.incarnation)
 
     def _message(self, message: Any) -> None:
         _typed("message", message, Message)
@@ -180,7 +174,7 @@ class Interceptor:
         if not (np.isfinite(rates).all() and ((rates >= 0) | (rates == NO_RATE)).all()):
             raise NonFiniteError(
                 f"The learning rates of rank {message.sender.rank} must be finite numbers >= 0. "
-                f"Received: {rates.min()} to {rates.max()}. Look at its scheduler."
+                f"Received: {rates.min()} to {rates.max()}. Check its scheduler."
             )
         if plan and plan.rounds:  # else they are looked for as the exchange is applied
             self._values(message.data, f"What rank {message.sender.rank} has sent", ranges)
@@ -212,7 +206,9 @@ class Interceptor:
             _whole(n, "steps")
         plan = self._target.plan
         if plan and len(steps) != plan.workers:
-            raise CenterError(f"`steps` must be of {plan.workers} ranks. Received: {len(steps)}.")
+            raise CenterError(
+                f"`steps` must have {plan.workers} numbers, one per rank. Received: {len(steps)}."
+            )
 
     def _rule(self, rule: Any) -> None:
         _typed("rule", rule, Rule)
@@ -241,7 +237,7 @@ def _typed(name: str, value: Any, wanted: type) -> None:
 
 def _whole(value: Any, name: str, least: int | None = None) -> None:
     least = _LEAST[name] if least is None else least
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+    if not is_whole(value) or value < least:
         raise CenterError(
             f"`{name}` must be an integer >= {least}. Received: {reprlib.repr(value)}."
         )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from springline.center.remote.messages import Message, RankProgress, Reply, Sender
@@ -17,27 +17,25 @@ _KEPT = 4, 1 << 28  # replies that are kept: so many, or more in so many bytes
 class Ledger:
     """The ledger of applied exchanges: a row per rank.
 
-    Args:
-        steps: of each rank, before this center.
-
     Attributes:
         restarted: whether it is what a checkpoint had.
         lost: exchanges that ranks had made before the shard was restarted and that were not.
     """
 
-    def __init__(self, steps: Sequence[int] = ()) -> None:
-        self._rows = {rank: RankProgress(steps=n) for rank, n in enumerate(steps)}
-        self._turns: dict[int, threading.Lock] = {}
+    def __init__(self, rows: Mapping[int, RankProgress] = MappingProxyType({})) -> None:
+        self._rows = dict(rows)
+        done = sum(row.exchanges for row in rows.values())
+        # Exchanges of others at a worker's last, by its rank and incarnation.
+        self._others = {(r, row.incarnation): done - row.exchanges for r, row in rows.items()}
         self.restarted = False
         self._heard: set[int] = set()  # ranks that have exchanged since the restart
         self.lost = 0
-        self._table = threading.Lock()  # of the dictionaries above
+        self._table = threading.Lock()  # of the rows
 
     @classmethod
     def from_json(cls, rows: Mapping[str, Any]) -> Ledger:
         """Read what `to_json` wrote."""
-        ledger = cls()
-        ledger._rows = {int(rank): RankProgress(*row) for rank, row in rows.items()}
+        ledger = cls({int(rank): RankProgress(*row) for rank, row in rows.items()})
         ledger.restarted = True
         return ledger
 
@@ -50,19 +48,6 @@ class Ledger:
         with self._table:
             return dict(self._rows)
 
-    @contextlib.contextmanager
-    def one_at_a_time(self, sender: Sender) -> Iterator[None]:
-        """Let a rank do one thing at a time: a retry may arrive while its exchange is applied.
-
-        Raises:
-            TakenOverError: a later incarnation of the rank has been here.
-        """
-        with self._table:
-            turn = self._turns.setdefault(sender.rank, threading.Lock())
-        with turn:
-            self.check(sender)
-            yield
-
     def check(self, sender: Sender) -> None:
         """Refuse a rank's earlier incarnations: its latest fences them off from its first call on.
 
@@ -70,78 +55,80 @@ class Ledger:
             TakenOverError: a later incarnation of the rank has been here.
         """
         with self._table:
-            row = self._rows.get(sender.rank, RankProgress())
-            if sender.incarnation < row.incarnation:
+            row, incarnation = self._row(sender), sender.row.incarnation
+            if incarnation < row.incarnation:
                 raise taken_over(sender.rank)
-            if sender.incarnation > row.incarnation:
-                self._rows[sender.rank] = replace(row, incarnation=sender.incarnation, number=0)
+            if incarnation > row.incarnation:
+                self._rows[sender.rank] = replace(row, incarnation=incarnation, number=0)
 
     def applied(self, sender: Sender) -> bool:
         """Whether an exchange is in the center."""
         with self._table:
-            row = self._rows.get(sender.rank, RankProgress())
-        return sender.at <= (row.incarnation, row.number)
+            return sender.row.at <= self._row(sender).at
+
+    def count(self, sender: Sender) -> tuple[int, int]:
+        """Return how many exchanges were applied, and how many of others since this worker's last.
+
+        Args:
+            sender: the worker, at an exchange that is about to be applied.
+        """
+        with self._table:
+            done = sum(row.exchanges for row in self._rows.values())
+            others = done - self._row(sender).exchanges
+            worker = sender.rank, sender.row.incarnation
+            since = max(0, others - self._others.get(worker, sender.others))
+            self._others[worker] = others
+        return done, since
 
     def note(self, sender: Sender) -> None:
         """Record an exchange as applied, as far as it was not refused."""
         with self._table:
-            known = self._rows.get(sender.rank, RankProgress())
+            known = self._row(sender)
             if self.restarted and sender.rank not in self._heard:
                 self._heard.add(sender.rank)
-                self.lost += max(0, sender.exchanges - 1 - known.exchanges)
-            if sender.at >= (known.incarnation, known.number):
-                done = sender.steps, sender.exchanges
-                self._rows[sender.rank] = RankProgress(
-                    *sender.at, *done, seconds=float(sender.seconds)
-                )
+                self.lost += max(0, sender.row.exchanges - 1 - known.exchanges)
+            if sender.row.at >= known.at:
+                self._rows[sender.rank] = sender.row
 
     def discount(self, sender: Sender) -> None:
         """Do not count a rank's last exchange: it has the steps and exchanges of `sender`."""
         with self._table:
-            row = self._rows.get(sender.rank, RankProgress())
-            if (row.incarnation, row.number) == sender.at:
-                before = {"steps": sender.steps, "exchanges": sender.exchanges}
-                self._rows[sender.rank] = replace(row, **before)
+            if self._row(sender).at == sender.row.at:
+                self._rows[sender.rank] = sender.row
 
-
-def kept(nbytes: int) -> int:
-    """Return how many replies of this size a shard keeps at most."""
-    count, memory = _KEPT
-    return max(count, memory // max(1, nbytes))
+    def _row(self, sender: Sender) -> RankProgress:
+        return self._rows.get(sender.rank, RankProgress())
 
 
 class Replies:
     """The last replies to some ranks, for retries.
 
-    A rank's next exchange acknowledges its last reply: the worker has it, or has given it up.
+    A rank's next exchange acknowledges its last reply: the worker has it, or has given it up. The
+    shard applies one exchange at a time, so there is no lock here.
 
     Args:
-        most: how many are kept.
+        nbytes: of each.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, nbytes: int) -> None:
+        count, memory = _KEPT
+        self._most = max(count, memory // max(1, nbytes))
         self._kept: dict[int, tuple[tuple[int, int], Reply]] = {}  # by rank; the oldest first
-        self._table = threading.Lock()
 
     def keep(self, sender: Sender, reply: Reply) -> None:
         """Keep the reply to an exchange, and forget the oldest if there are too many."""
-        with self._table:
-            self._kept.pop(sender.rank, None)  # the new one is the latest
-            self._kept[sender.rank] = sender.at, reply
-            while len(self._kept) > self._most:
-                self._kept.pop(next(iter(self._kept)))
+        self._kept[sender.rank] = sender.row.at, reply
+        while len(self._kept) > self._most:
+            self._kept.pop(next(iter(self._kept)))
 
     def to(self, sender: Sender) -> Reply | None:
         """Return the reply to an exchange, if it is kept."""
-        with self._table:
-            at, reply = self._kept.get(sender.rank, (None, None))
-            return reply if at == sender.at else None
+        at, reply = self._kept.get(sender.rank, (None, None))
+        return reply if at == sender.row.at else None
 
     def forget(self, rank: int) -> None:
         """Forget a rank's last reply, which is acknowledged."""
-        with self._table:
-            self._kept.pop(rank, None)
+        self._kept.pop(rank, None)
 
 
 class Slots:
@@ -162,13 +149,13 @@ class Slots:
             if number > self.reduced:
                 slots = self._kept.setdefault(number, {})
                 known, sender = slots.get(message.sender.rank), message.sender
-                if known is None or known.sender.at <= sender.at:
+                if known is None or known.sender.row.at <= sender.row.at:
                     slots[sender.rank] = message
 
     def of_round(
         self, number: int, contributors: Sequence[int], asker: int
-    ) -> list[Message] | list[int]:
-        """Return the messages of a round in rank order; or the ranks whose are not here.
+    ) -> tuple[list[Message], list[int]]:
+        """Return the messages of a round in rank order, and the ranks whose are not here.
 
         Args:
             number: of the round.
@@ -178,8 +165,8 @@ class Slots:
         with self._table:
             slots = self._kept.get(number, {})
             wanted = list(contributors) or sorted({*slots, asker})
-            missing = [rank for rank in wanted if rank not in slots]
-            return missing or [slots[rank] for rank in sorted(wanted)]
+            here = [slots[rank] for rank in sorted(wanted) if rank in slots]
+            return here, [rank for rank in wanted if rank not in slots]
 
     def forget(self, number: int) -> None:
         """Let go of a round that is reduced now, and of those before it."""

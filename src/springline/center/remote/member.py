@@ -1,4 +1,4 @@
-"""A member of a remote center: what it sends, and what it makes of the replies."""
+"""A member of a remote center: its calls to the head and the shards."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from springline.center.blocks import ERRORS
-from springline.center.center import Local, Member, check_finite
+from springline.center.center import Member, check_finite
 from springline.center.layout import Bytes
+from springline.center.local import Local
 from springline.center.remote.head import HEARTBEAT
 from springline.center.remote.membership import NotAMemberError
-from springline.center.remote.messages import Message, RankProgress, Reply, Sender, span
+from springline.center.remote.messages import Message, RankProgress, Sender, span
 from springline.center.remote.peer import Call, PeerLostError
 from springline.center.remote.rounds import RemoteRounds
 from springline.center.remote.worker_blocks import WorkerBlocks
+from springline.center.verbs import ERRORS
 from springline.center.waiting import wait_until
 from springline.errors import (
     CenterError,
     EndedError,
-    NonFiniteError,
     RankError,
     TakenOverError,
 )
@@ -55,7 +55,7 @@ class RemoteMember(Member):
         self._leaver = 0  # the thread that has left
         self._problem: CenterError | None = None  # why we are no member any more
         self.was_sealed = bool(self.ask_head("sealed"))
-        self._incarnation, row, _ = self.ask_head("join", rank, None)
+        self._incarnation, row = self.ask_head("join", rank, None)
         self.start_step = row.steps
         self._row = RankProgress(self._incarnation, 0, row.steps, row.exchanges, row.seconds)
         self._others = sum(p.exchanges for r, p in enumerate(center.progress()) if r != rank)
@@ -198,26 +198,9 @@ class RemoteMember(Member):
         """Exchange under an asynchronous rule: a call to each shard, and its reply."""
         messages = self.messages(blocks)
         calls = [self.ask(k, "exchange", message) for k, message in enumerate(messages)]
-        refused: NonFiniteError | None = None
-        failed: CenterError | None = None
-        for k, call in enumerate(calls):
-            try:
-                reply: Reply = call.result()
-            except CenterError as error:  # the other shards have taken their parts
-                failed = failed or error
-                continue
-            refused = blocks.adopt(k, reply) or refused
-            if reply.forgotten and self.rule.adopts_seen:  # for the others it is the usual reply
-                _log.warning(
-                    "%s had this exchange already, but its answer is lost: going on from the "
-                    "center.",
-                    self.center.shards[k].name,
-                )
-        if failed:
-            raise failed
+        refused = blocks.adopt([call.result for call in calls])
         if refused:
-            before = {"steps": self._row.steps, "exchanges": self._row.exchanges}
-            sender = replace(messages[0].sender, **before)
+            sender = messages[0].sender.counted_as(self._row)
             for k in range(len(calls)):
                 self.ask(k, "discount", sender).result()
             raise refused
@@ -231,8 +214,8 @@ class RemoteMember(Member):
         local = blocks.local
         data = [blocks.data(k) for k in range(len(self.center.shards))]
         row = self._row = replace(self._row, number=self._row.number + 1)
-        this = self.rank, self._incarnation, row.number
-        sender = Sender(*this, local.steps, row.exchanges + 1, row.seconds, self._others)
+        with_this = replace(row, steps=local.steps, exchanges=row.exchanges + 1)
+        sender = Sender(self.rank, with_this, self._others)
         own = local.seen.copy(), local.rates.copy()
         return [Message(sender, blocks.fragment, part, *own) for part in data]
 

@@ -49,10 +49,6 @@ class Contribution:
 class Membership:
     """All members, dead or alive.
 
-    Args:
-        grace: seconds without a heartbeat after which a member counts as dead.
-        token: the center's.
-
     Attributes:
         members: by rank.
         quiet_until: no round is closed before.

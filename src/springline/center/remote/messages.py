@@ -1,9 +1,9 @@
-"""What goes between a worker and a shard, and how the center is cut between shards."""
+"""What workers, shards and the head send each other, and how shards divide the center."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,31 +16,53 @@ _FINER = 4  # how many of the layout's shards one of ours holds, about
 
 
 @dataclass(frozen=True)
-class Sender:
-    """A worker, in one of its incarnations, at one of its exchanges.
+class RankProgress:
+    """How far a rank has come with one of its exchanges.
 
     Args:
-        rank: the worker's.
         incarnation: grows with every restart of the rank.
         number: of the exchange; grows within an incarnation.
         steps: local steps of the rank, across restarts.
         exchanges: of the rank, across restarts, this one included.
-        seconds: spent in earlier exchanges, across restarts.
-        others: exchanges that the others had made when it joined.
+        seconds: spent in exchanges, across restarts.
+        speed: local steps per second.
     """
 
-    rank: int
-    incarnation: int
-    number: int
-    steps: int
-    exchanges: int
-    seconds: float
-    others: int = 0
+    incarnation: int = 0
+    number: int = 0
+    steps: int = 0
+    exchanges: int = 0
+    seconds: float = 0.0
+    speed: float = 0.0
 
     @property
     def at(self) -> tuple[int, int]:
         """Incarnation and number, by which a shard recognises a retry."""
         return self.incarnation, self.number
+
+    def to_json(self) -> list[Any]:
+        """Return what `RankProgress(*values)` takes."""
+        return [self.incarnation, self.number, self.steps, self.exchanges, float(self.seconds)]
+
+
+@dataclass(frozen=True)
+class Sender:
+    """A worker at one of its exchanges.
+
+    Args:
+        rank: the worker's.
+        row: how far the rank has come with this exchange.
+        others: exchanges that the others had made when it joined.
+    """
+
+    rank: int
+    row: RankProgress
+    others: int = 0
+
+    def counted_as(self, before: RankProgress) -> Sender:
+        """Return it without this exchange: as far as the rank had come before."""
+        row = replace(self.row, steps=before.steps, exchanges=before.exchanges)
+        return replace(self, row=row)
 
 
 @dataclass(frozen=True)
@@ -107,22 +129,6 @@ class ClosedRound:
     number: int
     contributors: list[int]
     signature: int = 0
-
-
-@dataclass(frozen=True)
-class RankProgress:
-    """How far a rank has come, as a shard knows it."""
-
-    incarnation: int = 0
-    number: int = 0
-    steps: int = 0
-    exchanges: int = 0
-    seconds: float = 0.0
-    speed: float = 0.0  # local steps per second
-
-    def to_json(self) -> list[Any]:
-        """Return what `RankProgress(*values)` takes."""
-        return [self.incarnation, self.number, self.steps, self.exchanges, self.seconds]
 
 
 @dataclass

@@ -113,7 +113,7 @@ class Call:
                     "and can it be reached? A larger `timeout` waits longer."
                 )
             if time.monotonic() > warn_at:
-                _log.warning("Waiting for %s since %.0f s", self._peer.name, waited)
+                _log.warning("Still waiting for %s after %.0f s.", self._peer.name, waited)
                 warn_at += WARN_EVERY
             if lost:
                 time.sleep(_PAUSE)

@@ -14,10 +14,6 @@ NAME = "head"
 class Registration:
     """A center that a head makes, or finds.
 
-    Args:
-        storage: where it is written down, if anywhere.
-        name: the center's.
-
     Attributes:
         description: what the center is; None before it is made.
         found: whether it was written down before this head was started.

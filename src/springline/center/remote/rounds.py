@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from springline.center.remote.head import HEARTBEAT
 from springline.center.remote.messages import ClosedRound, Message, Reply
+from springline.center.remote.peer import Call
 from springline.center.remote.worker_blocks import WorkerBlocks
-from springline.errors import CenterError, NonFiniteError
+from springline.errors import CenterError
 
 _RESENT = 10.0  # seconds that others have to resend what a restarted shard has lost
 
@@ -105,21 +107,16 @@ class RemoteRounds:
 
     def _reduce(self, blocks: WorkerBlocks, messages: list[Message], closed: ClosedRound) -> None:
         """Take a round's mean from every shard."""
+
+        def reply(k: int, call: Call) -> Reply:
+            answer: Reply | list[int] = call.result()
+            if isinstance(answer, list):
+                answer = self._reduce_again(k, messages[k], closed)
+            return answer
+
         asked = closed, messages[0].sender
         calls = [self._member.ask(k, "reduce", *asked) for k in range(len(messages))]
-        refused: NonFiniteError | None = None
-        failed: CenterError | None = None
-        for k, call in enumerate(calls):
-            try:
-                answer: Reply | list[int] = call.result()
-                if isinstance(answer, list):
-                    answer = self._reduce_again(k, messages[k], closed)
-            except CenterError as error:  # the other shards' parts of the round are there
-                failed = failed or error
-                continue
-            refused = blocks.adopt(k, answer) or refused
-        if failed:
-            raise failed
+        refused = blocks.adopt([partial(reply, k, call) for k, call in enumerate(calls)])
         if refused:
             raise refused
 

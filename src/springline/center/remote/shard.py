@@ -15,7 +15,6 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,7 +22,7 @@ import numpy as np
 from springline.center.layout import Bytes, aligned_zeros
 from springline.center.plan import Plan
 from springline.center.remote.checkpoints import Checkpoints
-from springline.center.remote.ledger import Ledger, Replies, Slots, kept
+from springline.center.remote.ledger import Ledger, Replies, Slots
 from springline.center.remote.messages import (
     ClosedRound,
     Message,
@@ -94,12 +93,11 @@ class Shard:
         self._ready = False
         self.incarnation = uuid.uuid4().hex
         self._ledger = Ledger()
-        self._replies = Replies(kept(len(self._center)))
+        self._replies = Replies(len(self._center))
         self._slots = Slots()
         self._lease = 0  # of the last worker that has sent first values
         self._mean: tuple[int, Reply] | None = None  # the last round that was reduced here, and it
         self._turn = threading.Lock()  # of an exchange
-        self._others: dict[tuple[int, int], int] = {}  # exchanges of others, at a worker's last
         self._problem = CenterError(
             f"{self.name.capitalize()} of the center restarted and has no checkpoint to go "
             "on from. Start a new run, with a storage (`--storage`)."
@@ -119,7 +117,7 @@ class Shard:
         with self._turn:
             np.copyto(self._center, center)
             np.copyto(self._state, state)
-            self._ledger = Ledger(steps)
+            self._ledger = Ledger({rank: RankProgress(steps=n) for rank, n in enumerate(steps)})
             self._slots = Slots()
             self._ready = True
         self.save()
@@ -138,17 +136,20 @@ class Shard:
         """Apply a worker's exchange, once."""
         sender, steps = message.sender, self._steps[message.fragment]
         self._check_ready()
-        with self._ledger.one_at_a_time(sender), self._turn:
+        with self._turn:  # a retry may arrive while its exchange is applied
+            self._ledger.check(sender)
             if self._ledger.applied(sender):
                 return self._replies.to(sender) or Reply(steps.published(), forgotten=True)
             self._replies.forget(sender.rank)
             before = self._ledger.rows().get(sender.rank, RankProgress())
-            reply = steps.exchange(message, self._exchange(sender))
+            done, staleness = self._ledger.count(sender)
+            exchange = Exchange(number=self._base + done, staleness=staleness)
+            reply = steps.exchange(message, exchange)
             if self._rule.adopts_seen or reply.refused:
                 self._replies.keep(sender, reply)
             self._note(sender)
             if reply.refused:
-                self.discount(replace(sender, steps=before.steps, exchanges=before.exchanges))
+                self.discount(sender.counted_as(before))
         return reply
 
     def discount(self, sender: Sender) -> None:
@@ -190,11 +191,10 @@ class Shard:
         steps = self._steps[self._fragment(number)]
         with self._turn:
             if self._slots.reduced < number:
-                messages = self._slots.of_round(number, contributors, sender.rank)
-                if missing := [m for m in messages if isinstance(m, int)]:
+                messages, missing = self._slots.of_round(number, contributors, sender.rank)
+                if missing:
                     return missing
-                sent = [m for m in messages if isinstance(m, Message)]
-                refused = steps.round(sent, self._base + number - 1)
+                refused = steps.round(messages, self._base + number - 1)
                 self._slots.forget(number)  # before anything else can fail: it is in the center
                 self._mean = number, Reply(steps.published(), refused)
             self._note(sender)
@@ -212,10 +212,9 @@ class Shard:
         """Return a copy of what workers are given for this part of the center."""
         self._check_ready()
         with self._turn:
-            parts = [steps.published() for steps in self._steps]
             out = aligned_zeros(len(self._center))
-            for fragment, part in enumerate(parts):
-                self._part(out, fragment)[:] = part
+            for fragment, steps in enumerate(self._steps):
+                self._part(out, fragment)[:] = steps.published()
             return Reply(out)
 
     def read_all(self) -> tuple[Bytes, Bytes]:
@@ -260,16 +259,6 @@ class Shard:
         """Return the fragment that a round is of."""
         return (self._base + number - 1) % len(self._fragments)
 
-    def _exchange(self, sender: Sender) -> Exchange:
-        """Return what the rule may know of a worker's exchange."""
-        rows = self._ledger.rows()
-        mine = rows[sender.rank].exchanges if sender.rank in rows else 0
-        others = sum(row.exchanges for row in rows.values()) - mine
-        worker = sender.rank, sender.incarnation
-        staleness = max(0, others - self._others.get(worker, sender.others))
-        self._others[worker] = others
-        return Exchange(number=self._base + others + mine, staleness=staleness)
-
     def _check(self, sender: Sender) -> None:
         self._check_ready()
         self._ledger.check(sender)
@@ -300,15 +289,12 @@ class Shard:
         header, tensors = saved
         if header["span"] != [self._start, self._stop]:  # a new center may replace it
             self._problem = CenterError(
-                f"The checkpoint of {self.name} in {checkpoints.place} is of another model, or of "
-                "another number of shards. Give another storage, or the same shards."
+                f"The checkpoint of {self.name} in {checkpoints.place} belongs to another "
+                "model, or to another number of shards. Give another storage, or the same shards."
             )
             return
         np.copyto(self._center, tensors["center"])
         np.copyto(self._state, tensors["state"])
         self._ledger = Ledger.from_json(header["rows"])
-        rows = self._ledger.rows()
-        done = sum(row.exchanges for row in rows.values())
-        self._others = {(r, row.incarnation): done - row.exchanges for r, row in rows.items()}
         self._slots = Slots(header["round"])
         self._ready = True

@@ -6,34 +6,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from springline.center.blocks import (
+from springline.center.blocks import Blocks, State
+from springline.center.layout import ByteRange, Bytes, aligned_zeros
+from springline.center.plan import Plan
+from springline.center.remote.messages import Message, Reply
+from springline.center.verbs import (
     ERRORS,
-    Blocks,
     RefusedError,
-    State,
     adopted,
     check_message,
     commit,
     mean_rates,
     step,
 )
-from springline.center.layout import ByteRange, Bytes, aligned_zeros
-from springline.center.plan import Plan
-from springline.center.remote.messages import Message, Reply
 from springline.rules.outer import Exchange
 from springline.rules.rule import Rule
 
 
 class Steps:
-    """The blocks of one fragment in one part of a center.
-
-    Args:
-        plan: of the whole center.
-        rule: the workers'.
-        ranges: the shards of the layout that this part holds of the fragment.
-        center: their bytes.
-        state: the outer optimizer's arrays.
-    """
+    """The blocks of one fragment in one part of a center."""
 
     def __init__(
         self, plan: Plan, rule: Rule, ranges: Sequence[ByteRange], center: Bytes, state: State

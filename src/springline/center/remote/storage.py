@@ -77,8 +77,8 @@ class Storage:
         marks = [self._mark(self._slot(name, number)) for number in (0, 1)]
         if name in self._written and max(epoch for _, epoch in marks) > self._epoch:
             raise FencedError(
-                f"The checkpoints of {name} in {self.place} are written by a process that has "
-                "restored from them meanwhile. This one writes no more."
+                f"Another process has restored from the checkpoints of {name} in {self.place}, and "
+                "writes them now. This one has stopped."
             )
         if max(number for number, _ in marks) > self._written.get(name, -1):
             self.read(name)  # for the first time; or an earlier epoch has written again

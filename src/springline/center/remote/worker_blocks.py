@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from springline.center.blocks import (
+from springline.center.blocks import Blocks
+from springline.center.layout import ByteRange, Bytes, aligned_zeros
+from springline.center.local import Local
+from springline.center.plan import Plan
+from springline.center.remote.messages import Reply, of_fragment, span
+from springline.center.verbs import (
     Array,
     Block,
-    Blocks,
     RefusedError,
     Side,
     adopt,
@@ -17,25 +22,14 @@ from springline.center.blocks import (
     non_finite,
     take,
 )
-from springline.center.center import Local
-from springline.center.layout import ByteRange, Bytes, aligned_zeros
-from springline.center.plan import Plan
-from springline.center.remote.messages import Reply, of_fragment, span
-from springline.errors import NonFiniteError
+from springline.errors import CenterError, NonFiniteError
 from springline.rules.rule import Rule
+
+_log = logging.getLogger("springline")
 
 
 class WorkerBlocks:
-    """The blocks of each shard in a fragment of a worker's buffers: what is sent and adopted.
-
-    Args:
-        plan: the center's.
-        shards: what each shard holds of it.
-        fragment: the fragment.
-        rule: the worker's.
-        rank: the worker's.
-        local: its buffers.
-    """
+    """The blocks of each shard in a fragment of a worker's buffers: what is sent and adopted."""
 
     def __init__(
         self,
@@ -49,6 +43,7 @@ class WorkerBlocks:
         self.local = local
         self.fragment = fragment
         self._layout = plan.layout
+        self._rule = rule
         self._rank = rank
         parts = [of_fragment(ranges, fragment) for ranges in shards]
         self._places = [slice(*span(ranges)) for ranges in parts]
@@ -79,12 +74,30 @@ class WorkerBlocks:
                 np.copyto(side.out, m)
         return self._outgoing[shard]
 
-    def adopt(self, shard: int, reply: Reply) -> NonFiniteError | None:
-        """Adopt a shard's reply.
+    def adopt(self, replies: Sequence[Callable[[], Reply]]) -> NonFiniteError | None:
+        """Adopt what each shard replies, also if another shard fails.
 
         Returns:
-            The error, if a block of ours was refused there.
+            The error, if a block of ours was refused.
         """
+        refused: NonFiniteError | None = None
+        failed: CenterError | None = None
+        for shard, reply in enumerate(replies):
+            try:
+                refused = self._adopt(shard, reply()) or refused
+            except CenterError as error:
+                failed = failed or error
+        if failed:
+            raise failed
+        return refused
+
+    def _adopt(self, shard: int, reply: Reply) -> NonFiniteError | None:
+        if reply.forgotten and self._rule.adopts_seen:  # for the others it is the usual reply
+            _log.warning(
+                "Shard %d of the center had applied this exchange already, but its answer was "
+                "lost: going on from the center.",
+                shard,
+            )
         refused = None
         for block, side in self._sides[shard]:
             c = self._blocks[shard].view(block.range, reply.data)
