@@ -72,6 +72,8 @@ class CenterOptimizer(WrappingOptimizer):
         true_or_false("use_locking", use_locking)
         at_least_one(*period, "It is the number of local steps between two exchanges.")
         eager = v1.executing_eagerly_outside_functions()
+        if not eager:
+            refuse_branches()
         if getter is None and eager:
             getter = self.getter_type("")
         if not isinstance(getter, self.getter_type):
