@@ -80,7 +80,8 @@ def initialize_new(variables: Sequence[Variable]) -> Any:
 
     def unless_initialized(v: Any) -> Any:
         is_new = ~v1.is_variable_initialized(v)
-        return only_if(is_new, lambda: after([v1.assign(v, v.initial_value)]))
+        known = v.shape.is_fully_defined()  # else any shape will do (`validate_shape=False`)
+        return only_if(is_new, lambda: after([v1.assign(v, v.initial_value, validate_shape=known)]))
 
     return tf.group(*map(unless_initialized, variables))
 
