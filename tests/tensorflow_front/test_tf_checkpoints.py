@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import tensorflow as tf
-from tf_cluster import GETTERS, INNERS, PERIODS, Model, Servers, close
+from tf_cluster import GETTERS, INNERS, PERIODS, Model, Servers, close, hook_of, wrap
 
 from marks import slow
 from recorded import DATA, FIXTURES, gradient, start
@@ -36,13 +36,13 @@ def made(servers, rule, inner="sgd", resource=True, rate=0.1):
     )
 
 
-def begin(model, directory=None):
+def begin(model, directory=None, *more):
     """A chief's session, which saves when it starts and when it ends."""
     with model.graph.as_default():
         model.session = v1.train.MonitoredTrainingSession(
             model.servers.servers["worker", 0].target,
             checkpoint_dir=directory and str(directory),
-            hooks=[model.hook],
+            hooks=[model.hook, *more],
             save_checkpoint_steps=1000,
             save_summaries_steps=None,
             save_summaries_secs=None,
@@ -215,6 +215,34 @@ def test_old_checkpoint_of_agn_with_adam(has, resource, tmp_path, caplog):
     for t in (6, 7):
         model.step(feed(model, t))
     assert model.values()["global_step"] == 4
+    end(model)
+
+
+@kinds
+def test_old_checkpoint_of_two_agn_optimizers(resource, tmp_path, caplog):
+    """As for a generator and its critic: the first hook restores for both."""
+    old = {f"global_center_variable/{name}": np.ones(2, np.float32) for name in "uv"}
+    old["global_step"] = np.int64(3)
+    with tf.Graph().as_default(), v1.Session() as session:
+        saver = v1.train.Saver({name: v1.Variable(value) for name, value in old.items()})
+        session.run(v1.global_variables_initializer())
+        saver.save(session, str(tmp_path / "model.ckpt"), global_step=3, write_meta_graph=False)
+
+    def two(model):
+        model.u = v1.get_variable("u", [2], initializer=v1.zeros_initializer())
+        return tf.reduce_sum(v1.get_variable("v", [2], initializer=v1.zeros_initializer()))
+
+    adam = partial(INNERS["adam"], 0.1)
+    model = Model(Servers(1, 1), "agn", 0, 1, adam, two, True, resource=resource)
+    with model.graph.as_default():
+        other = wrap("agn", adam(), 1, model.getter)
+        other.minimize(tf.reduce_sum(model.u))
+        hook = hook_of("agn", other)
+    begin(model, tmp_path, hook)
+    close(list(model.values()["center"].values()), np.ones([2, 2]))
+    (said,) = [r.getMessage() for r in caplog.records if "starts from" in r.getMessage()]
+    assert "variable/u/decay1_power" in said
+    assert "variable/v/decay1_power" in said
     end(model)
 
 

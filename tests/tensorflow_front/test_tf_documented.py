@@ -1,6 +1,7 @@
 """Arguments, exceptions and attributes as the documents of `tf.contrib.opt` have them."""
 
 import contextlib
+import inspect
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,45 @@ from tf_cluster import GETTERS, INNERS, PERIODS, Model, Servers, close, wrap
 
 v1 = tf.compat.v1
 hooks = pytest.mark.parametrize("hook", [True, False], ids=["hook", "op"])
+OPTIONS = "gate_gradients=1, aggregation_method=None, colocate_gradients_with_ops=False"
+SHARED = {
+    "apply_gradients": "grads_and_vars, global_step=None, name=None",
+    "compute_gradients": f"loss, var_list=None, {OPTIONS}, grad_loss=None",
+    "minimize": f"loss, global_step=None, var_list=None, {OPTIONS}, name=None, grad_loss=None",
+    "swapping_saver": "var_list=None, name='swapping_saver', **kwargs",
+    "get_slot": "var, name",
+    "get_init_op": "task_index",
+    "make_session_run_hook": "is_chief, task_index",
+    **dict.fromkeys(["get_name", "get_slot_names", "variables"], ""),
+}
+OWN = {
+    "elastic": {
+        "__init__": "opt, num_worker, ea_custom_getter, communication_period=10, moving_rate=None, "
+        "rho=None, use_locking=True, synchronous=False, name='ElasticAverageOptimizer'"
+    },
+    "average": {
+        "__init__": "opt, num_worker, is_chief, ma_custom_getter, interval_steps=100, "
+        "use_locking=True, name='ModelAverageOptimizer'",
+        **dict.fromkeys(["get_init_op", "make_session_run_hook"], ""),
+    },
+    "agn": {
+        "__init__": "optimizer, num_worker, custom_getter, communication_period=10, "
+        "use_locking=True, name='AGNOptimizer'"
+    },
+}
+
+
+@rules
+def test_arguments_in_their_order_with_their_defaults(rule):
+    """What is ours alone comes after them, by name."""
+    with tf.Graph().as_default():
+        kind = type(Bench(rule).opt)
+    for method, documented in (SHARED | OWN[rule]).items():
+        _, *parameters = inspect.signature(getattr(kind, method)).parameters.values()
+        if not documented.endswith("**kwargs"):
+            parameters = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        plain = [str(p.replace(annotation=p.empty)) for p in parameters]
+        assert ", ".join(plain) == documented, method
 
 
 @hooks

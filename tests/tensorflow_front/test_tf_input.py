@@ -179,26 +179,35 @@ def test_workers_that_wait_for_each_other_have_names(rule, options, device):
     wrap(rule, sgd, 2, GETTERS[rule]("/job:worker/task:1"), **options)
 
 
+BRANCHES = {
+    "cond": lambda do: tf.cond(tf.constant(True), do, lambda: tf.constant(0)),
+    "while_loop": lambda do: tf.while_loop(lambda i: i < 1, lambda i: i + 1 + do(), [0]),
+    "function": lambda do: tf.function(do, autograph=False)(),
+}
+
+
 @rules
+@pytest.mark.parametrize("branch", BRANCHES)
 @pytest.mark.parametrize("v2", [True, False], ids=["v2", "v1"])
-def test_not_inside_a_condition(rule, v2):
-    bench = Bench(rule)
+@pytest.mark.parametrize("resource", [True, False], ids=["resource", "reference"])
+def test_not_inside_a_branch(rule, branch, v2, resource):
+    bench = Bench(rule, resource=resource)
+    pairs = bench.opt.compute_gradients(bench.loss)
+
+    def make():
+        wrap(rule, v1.train.GradientDescentOptimizer(0.1), 1, bench.getter)
+        return tf.constant(0)
 
     def step():
-        with tf.control_dependencies([bench.opt.minimize(bench.loss, bench.step)]):
+        with tf.control_dependencies([bench.apply(pairs)]):
             return tf.constant(0)
 
-    cond = tf.cond if v2 else _old_cond
-    with pytest.raises(RuntimeError, match=r"inside `tf.cond`.*Call it outside"):
-        cond(tf.constant(True), step, lambda: tf.constant(0))
-    with pytest.raises(RuntimeError, match=r"inside `tf.cond`.*`tf.function`"):
-        tf.function(step, autograph=False)()
-
-
-def _old_cond(*args):
-    v1.disable_control_flow_v2()
+    if not v2:
+        v1.disable_control_flow_v2()
     try:
-        return tf.cond(*args)
+        for do in (make, step):
+            with pytest.raises(RuntimeError, match=r"inside `tf.cond`.*`tf.function`.*outside"):
+                BRANCHES[branch](do)
     finally:
         v1.enable_control_flow_v2()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -92,17 +93,12 @@ class AGNOptimizer(CenterOptimizer):
         for shard in shards:
             with tf.control_dependencies(cleared):  # all of them, before any check can fail
                 means = [finite(a, x.local) for a, x in zip(raw[shard], shard.trios, strict=True)]
-
-            def step(*means: Tensor, shard: DeviceShard = shard) -> list[Tensor]:
-                return self._step(shard, means)
-
-            replies = call(shard, step, means)
-            done += [*replies[-1:]]
-            for trio, c in zip(shard.trios, replies[:-1], strict=True):
-                done += [trio.local.assign(c)]
+            *centers, stepped = call(shard, partial(self._step, shard), means)
+            done.append(stepped)
+            done += [trio.local.assign(c) for trio, c in zip(shard.trios, centers, strict=True)]
         return after(done)
 
-    def _step(self, shard: DeviceShard, means: Sequence[Tensor]) -> list[Tensor]:
+    def _step(self, shard: DeviceShard, *means: Tensor) -> list[Tensor]:
         """Body: one step of the outer optimizer; return the centers, and a zero."""
         if not shard.trios:
             return [after(shard.count())]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from springline.tensorflow.given import GradsAndVars, brief
 from springline.tensorflow.members import Barrier, Members
 from springline.tensorflow.optimizer import CenterOptimizer
 from springline.tensorflow.private import learning_rate_of
-from springline.tensorflow.shards import Body, Call, DeviceShard, Tensor, after, direct, finite
+from springline.tensorflow.shards import Call, DeviceShard, Tensor, after, direct, finite
 
 # Whose step is as long as the gradient, so that `α / learning_rate` pulls by α.
 _LINEAR = (
@@ -158,24 +159,7 @@ class ElasticAverageOptimizer(CenterOptimizer):
         """Pull `c`, push `δ`."""
         done = []
         for shard in shards:
-
-            def read(shard: DeviceShard = shard) -> list[Tensor]:
-                return self._turns.take(shard, shard.read)
-
-            def add(*deltas: Tensor, shard: DeviceShard = shard) -> list[Tensor]:
-                sums = [
-                    c.assign_add(δ, use_locking=self._locking)
-                    for c, δ in zip(shard.centers, deltas, strict=True)
-                ]
-                with tf.control_dependencies(sums):
-                    return [after(shard.count())]
-
-            def add_in_turn(
-                *deltas: Tensor, shard: DeviceShard = shard, add: Body = add
-            ) -> list[Tensor]:
-                return self._turns.take(shard, add, deltas)
-
-            centers = call(shard, read) if shard.trios else []
+            centers = call(shard, partial(self._read, shard)) if shard.trios else []
             deltas = [
                 finite(
                     (trio.local.read_value() - c) * tf.constant(self._rule.alpha, c.dtype),
@@ -183,7 +167,7 @@ class ElasticAverageOptimizer(CenterOptimizer):
                 )
                 for trio, c in zip(shard.trios, centers, strict=True)
             ]
-            added = call(shard, add_in_turn, deltas)
+            added = call(shard, partial(self._add, shard), deltas)
             # Directly and without a lock, each δ goes its own way, both sides of it; else all or
             # none do.
             all_ = deltas if self._locking else []
@@ -192,6 +176,23 @@ class ElasticAverageOptimizer(CenterOptimizer):
                     done += [trio.local.assign_sub(δ), trio.beside.assign(c)]
             done += added
         return after(done)
+
+    def _read(self, shard: DeviceShard) -> list[Tensor]:
+        """Body: return the centers."""
+        return self._turns.take(shard, shard.read)
+
+    def _add(self, shard: DeviceShard, *deltas: Tensor) -> list[Tensor]:
+        """Body: `c ← c + δ`."""
+
+        def add(*deltas: Tensor) -> list[Tensor]:
+            sums = [
+                c.assign_add(δ, use_locking=self._locking)
+                for c, δ in zip(shard.centers, deltas, strict=True)
+            ]
+            with tf.control_dependencies(sums):
+                return [after(shard.count())]
+
+        return self._turns.take(shard, add, deltas)
 
 
 def _default_rho(opt: Any, α: float) -> Any:

@@ -7,6 +7,7 @@ They are for `tf.compat.v1.variable_scope(custom_getter=...)` under
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import repeat
 from typing import Any, ClassVar, NamedTuple
 
 import tensorflow as tf
@@ -182,5 +183,5 @@ def _is_trainable(trainable: bool | None, synchronization: Any) -> bool:
 def _slices(variable: Variable | None) -> Iterable[Any]:
     """Return the slices of a partitioned variable, or the variable itself."""
     if variable is None:
-        return iter(lambda: None, object())  # None, as often as it is asked
+        return repeat(None)
     return [variable] if isinstance(variable, tf.Variable) else list(variable)

@@ -1,9 +1,8 @@
 """What the three optimizers share: the local step, when an exchange is due, and how it is reached.
 
-A rule says what an exchange is, twice removed from where it runs: `_exchange` is written with
-`call`, which reaches a part of the center directly or remotely (see shards.py). The operation of
-`apply_gradients` exchanges by itself, remotely; under the hook, which can make the exchange a run
-of its own, directly.
+A rule writes its exchange once, in `_exchange`, with a `call` that reaches a part of the center
+directly or remotely (see shards.py). The operation of `apply_gradients` exchanges within the step,
+remotely; the hook, which makes the exchange a run of its own, directly.
 """
 
 from __future__ import annotations
@@ -72,6 +71,8 @@ class CenterOptimizer(WrappingOptimizer):
         true_or_false("use_locking", use_locking)
         at_least_one(*period, "It is the number of local steps between two exchanges.")
         eager = v1.executing_eagerly_outside_functions()
+        if not eager:
+            refuse_branches()
         if getter is None and eager:
             getter = self.getter_type("")
         if not isinstance(getter, self.getter_type):

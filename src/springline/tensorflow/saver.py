@@ -43,24 +43,30 @@ class JoiningSaver(v1.train.Saver):
     Args:
         alive: a tensor, whether the servers hold a center.
         before: what is done with a session before it saves.
-        outer: AGN's optimizer of the center. A checkpoint may have its state under older names, or
-            not all of it, as those of TensorFlow 1; then it starts from its initial values.
+        outers: AGN's optimizers of the center. A checkpoint may have their state under older names,
+            or not all of it, as those of TensorFlow 1; then they start from their initial values.
         **kwargs: of `tf.compat.v1.train.Saver`.
     """
 
     def __init__(
-        self, alive: Any, before: Callable[[Any], None], outer: OuterOptimizer | None, **kwargs: Any
+        self,
+        alive: Any,
+        before: Callable[[Any], None],
+        outers: Sequence[OuterOptimizer],
+        **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self._alive = alive
         self._before = before
-        self._outer = outer
-        state, slots = (outer.variables(), outer.slots()) if outer else ([], [])
-        refs = {v.ref() for v in slots}
+        state = [v for outer in outers for v in outer.variables()]
+        slots = {v.ref() for outer in outers for v in outer.slots()}
         self._state = _by_name(state)
-        self._scalars = [v for v in state if v.ref() not in refs]
+        self._scalars = [
+            (outer, v) for outer in outers for v in outer.variables() if v.ref() not in slots
+        ]
         self._fresh = v1.variables_initializer(state)
-        self._but_scalars = _saver_without(self._scalars, **kwargs) if self._scalars else self
+        scalars = [v for _, v in self._scalars]
+        self._but_scalars = _saver_without(scalars, **kwargs) if scalars else self
         self._but_state = _saver_without(state, **kwargs) if state else self
 
     def save(self, sess: Any, *args: Any, **kwargs: Any) -> Any:
@@ -73,18 +79,18 @@ class JoiningSaver(v1.train.Saver):
         if sess.run(self._alive):
             _log.info("The servers hold a center: it is joined, %s is not restored.", save_path)
             return
-        if self._outer is None or not v1.train.checkpoint_exists(save_path):
+        if not self._state:
             super().restore(sess, save_path)
             return
         saved = tf.train.load_checkpoint(save_path)
         keys = saved.get_variable_to_shape_map().keys()
         missing = self._state.keys() - keys
-        older = {v.op.name: self._outer.older_name(v.op.name, keys) for v in self._scalars}
+        older = {v.op.name: outer.older_name(v.op.name, keys) for outer, v in self._scalars}
         if not missing:
             super().restore(sess, save_path)
         elif missing <= older.keys() and all(older.values()):
             self._but_scalars.restore(sess, save_path)
-            for v in self._scalars:
+            for _, v in self._scalars:
                 value = saved.get_tensor(older[v.op.name])
                 sess.run(v.initializer, {v.initial_value: value})
         else:

@@ -40,7 +40,8 @@ class Start:
         all_ = optimizer.of_this_graph()
         trios = [trio for each in all_ for trio in each._getter.trios()]
         centers = [trio.center for trio in trios]
-        shared = [*centers, *(v for each in all_ if each.outer for v in each.outer.variables())]
+        outers = [each.outer for each in all_ if each.outer]
+        shared = [*centers, *(v for outer in outers for v in outer.variables())]
         own = _without(variables, shared)
         own = [v for v in own if not is_elsewhere(v.device, optimizer._getter.worker_device)]
         others = _without(variables, own)
@@ -54,9 +55,7 @@ class Start:
             v1.add_to_collection(keys.INIT_OP, initialize_new(_without(variables, late)))
         if not v1.get_collection(keys.SAVERS):
             alive = tf.reduce_all([v1.is_variable_initialized(c) for c in centers])
-            saver = JoiningSaver(
-                alive, self._join_first, optimizer.outer, sharded=True, allow_empty=True
-            )
+            saver = JoiningSaver(alive, self._join_first, outers, sharded=True, allow_empty=True)
             v1.add_to_collection(keys.SAVERS, saver)
         if not v1.get_collection(keys.READY_FOR_LOCAL_INIT_OP):
             v1.add_to_collection(keys.READY_FOR_LOCAL_INIT_OP, mark.missing(others))
@@ -81,7 +80,8 @@ def initialize_new(variables: Sequence[Variable]) -> Any:
 
     def unless_initialized(v: Any) -> Any:
         is_new = ~v1.is_variable_initialized(v)
-        return only_if(is_new, lambda: after([v1.assign(v, v.initial_value)]))
+        known = v.shape.is_fully_defined()  # else any shape will do (`validate_shape=False`)
+        return only_if(is_new, lambda: after([v1.assign(v, v.initial_value, validate_shape=known)]))
 
     return tf.group(*map(unless_initialized, variables))
 

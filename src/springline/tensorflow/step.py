@@ -160,8 +160,8 @@ def refuse_branches() -> None:
     graph = v1.get_default_graph()
     if graph.building_function or inside_old_control_flow(graph):
         raise RuntimeError(
-            "`apply_gradients` cannot be called inside `tf.cond`, `tf.while_loop` or a "
-            "`tf.function` of a graph: hooks and other workers could not reach the exchange in "
-            "it. Call it outside, and run what it returns when a step is to be taken; "
-            "`compute_gradients` may be anywhere."
+            "An optimizer cannot be made, and `apply_gradients` cannot be called, inside "
+            "`tf.cond`, `tf.while_loop` or a `tf.function` of a graph: hooks and other workers "
+            "could not reach the exchange in it. Do both outside, and run what `apply_gradients` "
+            "returns when a step is to be taken; `compute_gradients` may be anywhere."
         )
