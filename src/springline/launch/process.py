@@ -120,6 +120,10 @@ class Task(ABC):
         self._warned += len(whole)
         return whole.decode("utf-8", "replace").splitlines()
 
+    def error(self) -> str | None:
+        """Return the error that its script has ended with; None if that is not known."""
+        return (self.last_words() or None) if (self.entry.exit_code or 0) > 0 else None
+
     def last_words(self) -> str:
         """Return its last line that is not a library's log message; empty if there is none."""
         lines = [line for line in self.last_lines(200) if line.strip()]
