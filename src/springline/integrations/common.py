@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import MutableMapping
 
-from springline.run import PROCESS_GROUP, Run
+from springline.run import PROCESS_GROUP, Run, rank
 
 _log = logging.getLogger("springline")
 
@@ -38,6 +38,18 @@ def local(environment: MutableMapping[str, str] = os.environ) -> None:
         environment["SPRINGLINE_RUN"] = str(run.directory)
     for name in PROCESS_GROUP:
         environment.pop(name, None)
+
+
+def tell_of_restart(step: int, checkpoint: object, version: int) -> None:
+    """Report with what a restarted worker goes on that was given a checkpoint."""
+    _log.warning(
+        "After its restart, rank %d goes on at step %d with the optimizer's state of %s and the "
+        "center's values (version %d), as it should: the weights in the checkpoint are older.",
+        rank(),
+        step,
+        checkpoint,
+        version,
+    )
 
 
 def warn_of_nothing_left(checkpoint: object) -> None:

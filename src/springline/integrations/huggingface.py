@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from transformers.training_args import ParallelMode
 
 import springline
 from springline.integrations.accelerate import shard, take_rank
-from springline.integrations.common import local, warn_of_nothing_left
+from springline.integrations.common import local, tell_of_restart, warn_of_nothing_left
 from springline.integrations.huggingface_resume import bring_to, checkpoint_at, complete
 from springline.progress import log_numbers
 from springline.torch import wrap
@@ -27,7 +26,6 @@ from springline.torch.optimizer import CenterOptimizer
 
 __all__ = ["SpringlineCallback", "local"]
 _SPEED = ("_runtime", "_per_second", "_time")  # ends of names that are no result of an evaluation
-_log = logging.getLogger("springline")
 
 
 class SpringlineCallback(TrainerCallback):
@@ -170,14 +168,7 @@ class SpringlineCallback(TrainerCallback):
             state.compute_steps(args, state.max_steps)  # type: ignore[no-untyped-call]
             bring_to(start, given["lr_scheduler"])
             if self._found:
-                _log.warning(
-                    "Rank %d goes on at step %d with the optimizer of %s; the center's values "
-                    "(version %d) replace its weights.",
-                    springline.rank(),
-                    start,
-                    self._found,
-                    self.optimizer.worker.center.version,
-                )
+                tell_of_restart(start, self._found, self.optimizer.worker.center.version)
         elif state.global_step >= state.max_steps:
             warn_of_nothing_left("the checkpoint that this run begins with")
         for _ in range(start, state.global_step):  # made before this run

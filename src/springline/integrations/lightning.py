@@ -11,13 +11,12 @@ Under `springline run` each worker has a Trainer of its own, on one device. The 
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import warnings
 from typing import TYPE_CHECKING, Any
 
 from springline.files import write_text
-from springline.integrations.common import warn_of_nothing_left
+from springline.integrations.common import tell_of_restart, warn_of_nothing_left
 from springline.integrations.lightning_strategy import OneOfMany, center_optimizer
 from springline.progress import log_numbers, start_step
 from springline.run import FIRST_STEP, Run, stopping
@@ -37,8 +36,6 @@ else:
         from pytorch_lightning import Callback
         from pytorch_lightning.strategies import SingleDeviceStrategy
         from pytorch_lightning.utilities import rank_zero_only
-
-_log = logging.getLogger("springline")
 
 
 class Springline(Callback):
@@ -111,11 +108,7 @@ class Springline(Callback):
             return
         done = start_step()
         if done and trainer.ckpt_path:
-            _log.warning(
-                "The center's values (version %d) replace the weights in %s: rank %d goes on with "
-                "them, after the %d steps that it had made.",
-                *(wrapped.worker.center.version, trainer.ckpt_path, self._run.rank, done),
-            )
+            tell_of_restart(done, trainer.ckpt_path, wrapped.worker.center.version)
         done += self._first_step()
         if done:
             self._behind = [dict(group) for group in optimizer.param_groups]
