@@ -97,6 +97,20 @@ class Run:
         """Where the run's center is; on a cluster, what stands for it here."""
         return self.directory / "center" if self.directory else None
 
+    def check_meeting(self, *more: str) -> None:
+        """Refuse one of several workers that has no run in which it could meet the others.
+
+        Args:
+            *more: what else its user may do.
+        """
+        if self.workers > 1 and self.directory is None:
+            ways = "start them with `springline run`", *more
+            raise ValueError(
+                f"This is worker {self.rank} of {self.workers}, but there is no run where they "
+                "could meet. Set SPRINGLINE_RUN to a directory that they share, or "
+                f"{', or '.join(ways)}."
+            )
+
     def start_step(self) -> int:
         """How far this rank had come before its restart: 0 in a new run."""
         if self.center_directory is None:

@@ -178,7 +178,7 @@ def test_a_learning_rate_monitor_sees_the_schedule(tmp_path):
             lambda: Springline("easgd"),
             "`rule` must be one of \"elastic\", .* Received: rule='easgd'",
         ),
-        (lambda: Springline(period=3), "Options need a `rule`.* Received: period"),
+        (lambda: Springline(period=3), "Options need a rule.* Received: period"),
         (lambda: fit(Springline()), "Name a rule.* Received: AdamW"),
         (
             lambda: fit(Springline("average"), strategy="ddp", devices=1),

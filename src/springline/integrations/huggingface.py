@@ -17,11 +17,15 @@ from transformers.training_args import ParallelMode
 
 import springline
 from springline.integrations.accelerate import shard, take_rank
-from springline.integrations.common import local, tell_of_restart, warn_of_nothing_left
+from springline.integrations.common import (
+    check_rule,
+    local,
+    report_restart,
+    warn_of_nothing_left,
+)
 from springline.integrations.huggingface_resume import bring_to, checkpoint_at, complete
 from springline.progress import log_numbers
 from springline.torch import wrap
-from springline.torch.by_name import check_rule
 from springline.torch.optimizer import CenterOptimizer
 
 __all__ = ["SpringlineCallback", "local"]
@@ -47,10 +51,7 @@ class SpringlineCallback(TrainerCallback):
     """
 
     def __init__(self, rule: str | None = None, *, shard: bool = True, **options: Any) -> None:
-        if rule is not None:
-            check_rule(rule)
-        if rule is None and options:
-            raise ValueError(f"Options need a rule. Received: {', '.join(options)}, and no rule.")
+        check_rule(rule, options)
         self.optimizer: CenterOptimizer | None = None  # once `train` has begun
         self._rule, self._shard, self._options = rule, shard, options
         self._found: str | None = None  # the checkpoint that a run goes on from
@@ -168,7 +169,7 @@ class SpringlineCallback(TrainerCallback):
             state.compute_steps(args, state.max_steps)  # type: ignore[no-untyped-call]
             bring_to(start, given["lr_scheduler"])
             if self._found:
-                tell_of_restart(start, self._found, self.optimizer.worker.center.version)
+                report_restart(start, self._found, self.optimizer.worker.center.version)
         elif state.global_step >= state.max_steps:
             warn_of_nothing_left("the checkpoint that this run begins with")
         for _ in range(start, state.global_step):  # made before this run

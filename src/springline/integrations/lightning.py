@@ -16,12 +16,11 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from springline.files import write_text
-from springline.integrations.common import tell_of_restart, warn_of_nothing_left
+from springline.integrations.common import check_rule, report_restart, warn_of_nothing_left
 from springline.integrations.lightning_strategy import OneOfMany, center_optimizer
 from springline.progress import log_numbers, start_step
 from springline.run import FIRST_STEP, Run, stopping
 from springline.torch import wrap
-from springline.torch.by_name import RULES
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -51,14 +50,7 @@ class Springline(Callback):
     """
 
     def __init__(self, rule: str | None = None, **options: Any) -> None:
-        if rule is None and options:
-            raise ValueError(
-                "Options need a `rule`; without one, give them to the optimizer that "
-                f"`configure_optimizers` returns. Received: {', '.join(options)}."
-            )
-        if rule is not None and rule not in RULES:
-            names = ", ".join(f'"{name}"' for name in RULES)
-            raise ValueError(f"`rule` must be one of {names}. Received: rule={rule!r}.")
+        check_rule(rule, options)
         self.rule, self.options = rule, options
         self._run = Run.from_environment()
         self._trained = False  # whether there was a step to make
@@ -108,7 +100,7 @@ class Springline(Callback):
             return
         done = start_step()
         if done and trainer.ckpt_path:
-            tell_of_restart(done, trainer.ckpt_path, wrapped.worker.center.version)
+            report_restart(done, trainer.ckpt_path, wrapped.worker.center.version)
         done += self._first_step()
         if done:
             self._behind = [dict(group) for group in optimizer.param_groups]
