@@ -16,6 +16,7 @@ Without any, a script is a run of one worker.
     RUN/report.txt  what `report` was given
     RUN/total       how many steps each worker is to make, if it counts them with `steps`
     RUN/lightning   the step of the checkpoint that Lightning began the run with
+    RUN/best.json   what Lightning's rank 0 has found to be the best checkpoints
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from springline.files import append, can_do_without, write_text
 from springline.launch_state import LaunchState
 
 REPORT, WARNINGS, FROM = "report.txt", "warnings", "SPRINGLINE_FROM"
-FIRST_STEP = "lightning"
+FIRST_STEP, BEST = "lightning", "best.json"
 _TORCHS = {"RANK", "WORLD_SIZE", "MASTER_ADDR"}  # what a process group needs
 
 # What trainers take for a process group that is theirs: the model is then in

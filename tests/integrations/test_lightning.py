@@ -299,6 +299,14 @@ def test_all_workers_stop_when_one_asks(tmp_path):
     assert "weight" in output
 
 
+def test_the_best_checkpoint_is_rank_0s_for_all(tmp_path):
+    """Each rank takes another epoch for the best, and only rank 0 writes files."""
+    output = launched(tmp_path, SCRIPT, "best")
+    assert "restart" not in output, output
+    logs = [(tmp_path / "run" / "logs" / f"rank-{rank}.log").read_text() for rank in range(2)]
+    assert all("tested 4.0 " in log for log in logs), logs  # the center after step 4
+
+
 def test_under_torchrun_the_workers_meet(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     output = launched(tmp_path, SCRIPT, "plain", command=torchrun)

@@ -11,15 +11,17 @@ Under `springline run` each worker has a Trainer of its own, on one device. The 
 from __future__ import annotations
 
 import copy
+import json
 import math
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from springline.center.waiting import wait_until
 from springline.files import write_text
 from springline.integrations.common import check_rule, report_restart, warn_of_nothing_left
 from springline.integrations.lightning_strategy import OneOfMany, center_optimizer
 from springline.progress import log_numbers, start_step
-from springline.run import FIRST_STEP, Run, stopping
+from springline.run import BEST, FIRST_STEP, Run, stopping
 from springline.torch import wrap
 
 if TYPE_CHECKING:
@@ -98,6 +100,8 @@ class Springline(Callback):
             )
         if self._run.directory is None:
             return
+        if self._run.rank == 0:
+            (self._run.directory / BEST).unlink(missing_ok=True)  # of an earlier launch
         done = start_step()
         if done and trainer.ckpt_path:
             report_restart(done, trainer.ckpt_path, wrapped.worker.center.version)
@@ -147,12 +151,35 @@ class Springline(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Do it here if the rank had made all its steps before it was restarted."""
         _finish(trainer)
+        self._share_best(trainer)
         if trainer.ckpt_path and not (start_step() or self._trained):
             warn_of_nothing_left(trainer.ckpt_path)
 
     def on_exception(self, trainer: Trainer, *_: Any) -> None:
         """Take the center out of the model."""
         _go_on(trainer)
+
+    def _share_best(self, trainer: Trainer) -> None:
+        """Let `ckpt_path="best"` be rank 0's on every rank: no other writes checkpoints."""
+        run = self._run
+        savers: list[Any] = [
+            s for s in trainer.checkpoint_callbacks if hasattr(s, "best_model_path")
+        ]
+        if run.workers == 1 or run.directory is None or run.cluster:
+            return
+        path = run.directory / BEST
+        if run.rank == 0:
+            write_text(path, json.dumps([saver.best_model_path for saver in savers]))
+            return
+        wait_until(
+            lambda: path.exists() or 0 in (run.given_up() or ()),
+            lambda: [0],
+            None,
+            "the last checkpoint",
+        )
+        if path.exists():
+            for saver, best in zip(savers, json.loads(path.read_text("utf-8")), strict=False):
+                saver.best_model_path = best
 
     def _first_step(self) -> int:
         """Return the step that the run began with; the first worker to come writes it down."""
