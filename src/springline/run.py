@@ -16,6 +16,7 @@ Without any, a script is a run of one worker.
     RUN/report.txt  what `report` was given
     RUN/total       how many steps each worker is to make, if it counts them with `steps`
     RUN/lightning   the step of the checkpoint that Lightning began the run with
+    RUN/best.json   what Lightning's rank 0 has found to be the best checkpoints
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from springline.files import append, can_do_without, write_text
 from springline.launch_state import LaunchState
 
 REPORT, WARNINGS, FROM = "report.txt", "warnings", "SPRINGLINE_FROM"
-FIRST_STEP = "lightning"
+FIRST_STEP, BEST = "lightning", "best.json"
 _TORCHS = {"RANK", "WORLD_SIZE", "MASTER_ADDR"}  # what a process group needs
 
 # What trainers take for a process group that is theirs: the model is then in
@@ -96,6 +97,20 @@ class Run:
     def center_directory(self) -> Path | None:
         """Where the run's center is; on a cluster, what stands for it here."""
         return self.directory / "center" if self.directory else None
+
+    def check_meeting(self, *more: str) -> None:
+        """Refuse one of several workers that has no run in which it could meet the others.
+
+        Args:
+            *more: what else its user may do.
+        """
+        if self.workers > 1 and self.directory is None:
+            ways = "start them with `springline run`", *more
+            raise ValueError(
+                f"This is worker {self.rank} of {self.workers}, but there is no run where they "
+                "could meet. Set SPRINGLINE_RUN to a directory that they share, or "
+                f"{', or '.join(ways)}."
+            )
 
     def start_step(self) -> int:
         """How far this rank had come before its restart: 0 in a new run."""

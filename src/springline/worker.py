@@ -213,7 +213,14 @@ class Worker(WorkerArrays):
         elsewhere = changed or not (self.member.was_sealed or first == mark)
         if not elsewhere or (self._keep_own and changed):
             return True
-        if changed and (self.start_step or first != mark):
+        if changed and self.start_step:
+            _log.warning(
+                "After its restart, rank %d goes on with the center's values (version %d), as it "
+                "should: the weights that it has loaded are older.",
+                self.rank,
+                self.center.version,
+            )
+        elif changed and first != mark:
             _log.warning(
                 "The center's values (version %d) replace the weights that this worker has loaded. "
                 "To begin a run with loaded weights, load them on all workers. Pass "

@@ -34,6 +34,7 @@ class Counter(LightningModule):
 
     def validation_step(self, batch, batch_idx):
         self.log("val_weight", self.w.mean())
+        self.log("score", (1 if RANK else -1) * float(self.current_epoch))
 
     def test_step(self, batch, batch_idx):
         self.log("test_weight", self.w.mean())
@@ -75,6 +76,9 @@ class Stops(Callback):
 def main(kind, at=0):
     callbacks = [Springline("average", period=2)]
     options = {"max_epochs": 3}
+    kept = {"save_last": True}
+    if kind == "best":
+        kept |= {"monitor": "score", "mode": "max"}
     if kind == "stops":
         callbacks.append(Stops())
         options = {"max_epochs": 1000}
@@ -88,7 +92,7 @@ def main(kind, at=0):
     if kind == "many":
         options |= {"devices": 2}
     trainer = Trainer(
-        callbacks=[*callbacks, ModelCheckpoint("checkpoints", save_last=True)],
+        callbacks=[*callbacks, ModelCheckpoint("checkpoints", **kept)],
         logger=CSVLogger("csv", flush_logs_every_n_steps=1),
         accelerator="cpu",
         enable_progress_bar=False,
@@ -100,7 +104,9 @@ def main(kind, at=0):
     data = DataLoader(range(40), 4, shuffle=True)
     trainer.fit(model, data, DataLoader(range(4), 4), ckpt_path="last")
     print("after fit", model.w.mean().item(), "steps", trainer.global_step, flush=True)
-    [tested] = trainer.test(model, DataLoader(range(4), 4), verbose=False)
+    tests = DataLoader(range(4), 4)
+    path = "best" if kind == "best" else None
+    [tested] = trainer.test(model, tests, ckpt_path=path, verbose=False)
     print("tested", tested["test_weight"], type(trainer.strategy).__mro__[1].__name__, flush=True)
     if trainer.is_global_zero:
         springline.report(f"weight {model.w.mean().item():.0f}")

@@ -216,6 +216,14 @@ def test_the_last_twenty_lines_are_shown(command, script, run):
     assert [f"  line {n}\n" in failed.output for n in (19, 20, 39)] == [False, True, True]
 
 
+def test_a_traceback_is_shown_as_a_whole(command, script, run):
+    deep = "".join(f"def f{n}(): f{n + 1}()\n" for n in range(20))
+    path = script(f"print('before')\n{deep}f0()\n")
+    failed = command("run", "--run", run.path, "--workers", 1, "--max-restarts", 0, path)
+    assert "  Traceback (most recent call last):\n" in failed.output
+    assert "  before\n" not in failed.output
+
+
 def test_what_a_dead_worker_started_dies_with_it(command, script, run, tmp_path):
     path = script(
         "import os, subprocess\n"

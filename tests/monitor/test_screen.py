@@ -197,7 +197,7 @@ def test_more_workers_than_lines(directory):
     with launcher_alive(directory):
         lines = show(directory, height=20)
     assert len(lines) < 20
-    assert lines[-2] == "… and 20 running, 1 failed"
+    assert lines[-2] == "… and 20 starting, 1 failed"
 
 
 def test_colors_go_with_words(run):

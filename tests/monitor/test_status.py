@@ -55,10 +55,25 @@ def test_before_there_is_a_center(directory, clock):
     launch(directory, "starting", "running")
     with launcher_alive(directory):
         status = read_status(directory)
-    assert status.workers == (WorkerStatus(0, "starting"), WorkerStatus(1, "running"))
+    assert status.workers == (WorkerStatus(0, "starting"), WorkerStatus(1, "starting"))
     assert (status.settings, status.version, status.bytes_exchanged) == ({}, None, 0)
     assert (status.elapsed, status.checkpoint_age, status.total) == (4, None, None)
     assert not status.over
+
+
+def test_a_worker_is_starting_until_it_joins_or_logs(directory, clock):
+    """While its process imports what it needs, in each incarnation."""
+    rule = ElasticAverage(period=10, workers=4)
+    shared = center(directory, rule)
+    count(shared, 3, steps=40, exchanges=4, seconds=0.1)  # it has left, and evaluates
+    log(directory, 0, (1, 20, {"loss": 1.0}))
+    log(directory, 1, (1, 20, {"loss": 1.0}), (3, 20, {}))
+    starts = [[START, START + 2]] * 2 + [[START]] * 2
+    launch(directory, *["running"] * 4, starts=starts, restarts=(1, 1))
+    clock.now = 4
+    with launcher_alive(directory), Worker(MODEL, rule, shared, rank=2):
+        states = [worker.state for worker in read_status(directory).workers]
+    assert states == ["starting", "running", "running", "running"]
 
 
 def test_a_run_without_a_launcher(directory):
@@ -215,6 +230,7 @@ def test_what_the_launcher_knows(directory, clock):
         checkpoint=START + 5,
         ended=None,
     )
+    log(directory, 2, (1, 1, {}))
     clock.now = 12
     with launcher_alive(directory):
         status = read_status(directory)

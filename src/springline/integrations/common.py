@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
+from typing import Any
 
-from springline.run import PROCESS_GROUP, Run
+from springline.run import PROCESS_GROUP, Run, rank
+from springline.torch import by_name
 
 _log = logging.getLogger("springline")
 
@@ -26,18 +28,36 @@ def local(environment: MutableMapping[str, str] = os.environ) -> None:
     if not any(name in environment for name in PROCESS_GROUP):
         return
     run = Run.from_environment(environment)
-    if run.workers > 1 and run.directory is None:
-        raise ValueError(
-            f"This is worker {run.rank} of {run.workers}, but there is no run where they could "
-            "meet. On several machines start them with `springline run --address`, or set "
-            "SPRINGLINE_RUN to a directory that they share."
-        )
+    run.check_meeting("on several machines with `springline run --address`")
     environment["SPRINGLINE_RANK"] = str(run.rank)
     environment["SPRINGLINE_WORKERS"] = str(run.workers)
     if run.directory:
         environment["SPRINGLINE_RUN"] = str(run.directory)
     for name in PROCESS_GROUP:
         environment.pop(name, None)
+
+
+def check_rule(rule: str | None, options: Mapping[str, Any]) -> None:
+    """Refuse what is not the name of a rule, and options without one."""
+    if rule is not None:
+        by_name.check_rule(rule)
+    elif options:
+        raise ValueError(
+            "Options need a rule; without one, give them to the optimizer that you wrap yourself. "
+            f"Received: {', '.join(options)}, and no rule."
+        )
+
+
+def report_restart(step: int, checkpoint: object, version: int) -> None:
+    """Report with what a restarted worker goes on that was given a checkpoint."""
+    _log.warning(
+        "After its restart, rank %d goes on at step %d with the optimizer's state of %s and the "
+        "center's values (version %d), as it should: the weights in the checkpoint are older.",
+        rank(),
+        step,
+        checkpoint,
+        version,
+    )
 
 
 def warn_of_nothing_left(checkpoint: object) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,16 +17,19 @@ from transformers.training_args import ParallelMode
 
 import springline
 from springline.integrations.accelerate import shard, take_rank
-from springline.integrations.common import local, warn_of_nothing_left
+from springline.integrations.common import (
+    check_rule,
+    local,
+    report_restart,
+    warn_of_nothing_left,
+)
 from springline.integrations.huggingface_resume import bring_to, checkpoint_at, complete
 from springline.progress import log_numbers
 from springline.torch import wrap
-from springline.torch.by_name import check_rule
 from springline.torch.optimizer import CenterOptimizer
 
 __all__ = ["SpringlineCallback", "local"]
 _SPEED = ("_runtime", "_per_second", "_time")  # ends of names that are no result of an evaluation
-_log = logging.getLogger("springline")
 
 
 class SpringlineCallback(TrainerCallback):
@@ -49,10 +51,7 @@ class SpringlineCallback(TrainerCallback):
     """
 
     def __init__(self, rule: str | None = None, *, shard: bool = True, **options: Any) -> None:
-        if rule is not None:
-            check_rule(rule)
-        if rule is None and options:
-            raise ValueError(f"Options need a rule. Received: {', '.join(options)}, and no rule.")
+        check_rule(rule, options)
         self.optimizer: CenterOptimizer | None = None  # once `train` has begun
         self._rule, self._shard, self._options = rule, shard, options
         self._found: str | None = None  # the checkpoint that a run goes on from
@@ -170,14 +169,7 @@ class SpringlineCallback(TrainerCallback):
             state.compute_steps(args, state.max_steps)  # type: ignore[no-untyped-call]
             bring_to(start, given["lr_scheduler"])
             if self._found:
-                _log.warning(
-                    "Rank %d goes on at step %d with the optimizer of %s; the center's values "
-                    "(version %d) replace its weights.",
-                    springline.rank(),
-                    start,
-                    self._found,
-                    self.optimizer.worker.center.version,
-                )
+                report_restart(start, self._found, self.optimizer.worker.center.version)
         elif state.global_step >= state.max_steps:
             warn_of_nothing_left("the checkpoint that this run begins with")
         for _ in range(start, state.global_step):  # made before this run

@@ -11,18 +11,18 @@ Under `springline run` each worker has a Trainer of its own, on one device. The 
 from __future__ import annotations
 
 import copy
-import logging
+import json
 import math
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from springline.center.waiting import wait_until
 from springline.files import write_text
-from springline.integrations.common import warn_of_nothing_left
+from springline.integrations.common import check_rule, report_restart, warn_of_nothing_left
 from springline.integrations.lightning_strategy import OneOfMany, center_optimizer
 from springline.progress import log_numbers, start_step
-from springline.run import FIRST_STEP, Run, stopping
+from springline.run import BEST, FIRST_STEP, Run, stopping
 from springline.torch import wrap
-from springline.torch.by_name import RULES
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -38,8 +38,6 @@ else:
         from pytorch_lightning.strategies import SingleDeviceStrategy
         from pytorch_lightning.utilities import rank_zero_only
 
-_log = logging.getLogger("springline")
-
 
 class Springline(Callback):
     """Let a Trainer be one worker of many.
@@ -54,14 +52,7 @@ class Springline(Callback):
     """
 
     def __init__(self, rule: str | None = None, **options: Any) -> None:
-        if rule is None and options:
-            raise ValueError(
-                "Options need a `rule`; without one, give them to the optimizer that "
-                f"`configure_optimizers` returns. Received: {', '.join(options)}."
-            )
-        if rule is not None and rule not in RULES:
-            names = ", ".join(f'"{name}"' for name in RULES)
-            raise ValueError(f"`rule` must be one of {names}. Received: rule={rule!r}.")
+        check_rule(rule, options)
         self.rule, self.options = rule, options
         self._run = Run.from_environment()
         self._trained = False  # whether there was a step to make
@@ -109,13 +100,11 @@ class Springline(Callback):
             )
         if self._run.directory is None:
             return
+        if self._run.rank == 0:
+            (self._run.directory / BEST).unlink(missing_ok=True)  # of an earlier launch
         done = start_step()
         if done and trainer.ckpt_path:
-            _log.warning(
-                "The center's values (version %d) replace the weights in %s: rank %d goes on with "
-                "them, after the %d steps that it had made.",
-                *(wrapped.worker.center.version, trainer.ckpt_path, self._run.rank, done),
-            )
+            report_restart(done, trainer.ckpt_path, wrapped.worker.center.version)
         done += self._first_step()
         if done:
             self._behind = [dict(group) for group in optimizer.param_groups]
@@ -162,12 +151,35 @@ class Springline(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Do it here if the rank had made all its steps before it was restarted."""
         _finish(trainer)
+        self._share_best(trainer)
         if trainer.ckpt_path and not (start_step() or self._trained):
             warn_of_nothing_left(trainer.ckpt_path)
 
     def on_exception(self, trainer: Trainer, *_: Any) -> None:
         """Take the center out of the model."""
         _go_on(trainer)
+
+    def _share_best(self, trainer: Trainer) -> None:
+        """Let `ckpt_path="best"` be rank 0's on every rank: no other writes checkpoints."""
+        run = self._run
+        savers: list[Any] = [
+            s for s in trainer.checkpoint_callbacks if hasattr(s, "best_model_path")
+        ]
+        if run.workers == 1 or run.directory is None or run.cluster:
+            return
+        path = run.directory / BEST
+        if run.rank == 0:
+            write_text(path, json.dumps([saver.best_model_path for saver in savers]))
+            return
+        wait_until(
+            lambda: path.exists() or 0 in (run.given_up() or ()),
+            lambda: [0],
+            None,
+            "the last checkpoint",
+        )
+        if path.exists():
+            for saver, best in zip(savers, json.loads(path.read_text("utf-8")), strict=False):
+                saver.best_model_path = best
 
     def _first_step(self) -> int:
         """Return the step that the run began with; the first worker to come writes it down."""

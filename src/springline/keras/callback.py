@@ -19,7 +19,7 @@ from springline.center.remote.center import RemoteCenter
 from springline.checks import seconds, true_or_false
 from springline.files import can_do_without
 from springline.keras.observed import Observed, observed_of
-from springline.keras.refused import check_first_epoch, check_model, check_run
+from springline.keras.refused import check_first_epoch, check_model
 from springline.keras.weights import Weights, arrays
 from springline.rules.rule import Rule
 from springline.run import Run
@@ -89,7 +89,7 @@ class CenterCallback(keras.callbacks.Callback):  # type: ignore[misc]
             true_or_false(name, value)
         self._run = Run.from_environment()
         if center is None:
-            check_run(self._run)
+            self._run.check_meeting("pass `center=`")
             center = self._run.center_directory
         self._center = center
         given = center.settings["workers"] if isinstance(center, Center) else None

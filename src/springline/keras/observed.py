@@ -66,7 +66,7 @@ class Observed(keras.optimizers.Optimizer):  # type: ignore[misc]
         super().build(variables)
 
     def _like(self, v: Any) -> Any:
-        """Return a variable of a center's dtype: half precision would not bear many gradients."""
+        """Return a variable of a center's dtype: a sum of many gradients needs it."""
         dtype = "float64" if v.dtype == "float64" else "float32"
         return self.add_variable(v.shape, dtype=dtype, name="beside")
 

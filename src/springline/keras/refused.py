@@ -9,7 +9,6 @@ import keras  # type: ignore[import-untyped]
 from springline.errors import SettingsError
 from springline.rules import Outer
 from springline.rules.rule import Rule
-from springline.run import Run
 
 _PLAIN = ("_DefaultDistributionStrategy", "DefaultDistributionStrategy", "OneDeviceStrategy")
 
@@ -43,16 +42,6 @@ def check_model(given: Any, model: Any, rule: Rule) -> None:
         raise SettingsError(
             "`steps_per_execution` must not be above the steps between two exchanges "
             f"(period/fragments), {gap}. Received: steps_per_execution={at_once}."
-        )
-
-
-def check_run(run: Run) -> None:
-    """Refuse one of several workers that has no run in which it could meet the others."""
-    if run.directory is None and run.workers > 1:
-        raise ValueError(
-            f"This is worker {run.rank} of {run.workers}, but there is no run where they could "
-            "meet. Start them with `springline run`, set SPRINGLINE_RUN to a directory that they "
-            "share, or pass `center=`."
         )
 
 

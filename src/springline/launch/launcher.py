@@ -228,6 +228,9 @@ class Launcher:
             self._fail(process, f"{how}, after an error that no restart fixes: the run ends.")
         elif why := self._backend.hopeless():
             self._fail(process, f"{how}. {why}: the run ends.")
+        elif self._recurs(process):
+            again = "with the same error as before its restart, and no steps in between"
+            self._fail(process, f"{how} {again}: the run ends.")
         elif which := self._restarts.next(process.name):
             entry.state = "restarting"
             process.restart_at = time.monotonic() + _PAUSE
@@ -238,6 +241,12 @@ class Launcher:
             self._fail(process, f"{how} and is not restarted again: the run ends.")
         if entry.state != "restarting":
             process.release()
+
+    def _recurs(self, process: Task) -> bool:
+        if self.ps:  # their workers' steps are not known
+            return False
+        steps = self._backend.keeper.steps(process.entry.rank)
+        return self._restarts.recurs(process.name, process.error(), steps)
 
     def _fail(self, process: Task, text: str) -> None:
         """End the run with a worker that is not restarted."""

@@ -28,6 +28,7 @@ Job = Literal["ps", "worker"]
 # Log lines of TensorFlow's and gRPC's C++ code, often after the script's own last line.
 _LOGGED = re.compile(r"[IWEF]0000 |[IWEF]\d{4} \d\d:|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IWEF] ")
 _TAIL = 64 * 1024  # bytes of a log that its last lines are looked for in
+_TRACEBACK = 100  # lines of a traceback that is shown as a whole
 # glibc: keep freed memory instead of giving it back and faulting it in again at every exchange.
 _MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
@@ -125,13 +126,21 @@ class Task(ABC):
         self._warned += len(whole)
         return whole.decode("utf-8", "replace").splitlines()
 
+    def error(self) -> str | None:
+        """Return the error of its own that its script has ended with; None if that is not known.
+
+        Springline's errors are left out: they are of other workers and machines, which may be back.
+        """
+        words = self.last_words() if (self.entry.exit_code or 0) > 0 else ""
+        return words if words and not words.startswith("springline.") else None
+
     def last_words(self) -> str:
         """Return its last line that is not a library's log message; empty if there is none."""
         lines = [line for line in self.last_lines(200) if line.strip()]
         return next((line for line in reversed(lines) if not _LOGGED.match(line)), "")
 
     def last_lines(self, count: int = 20) -> list[str]:
-        """Return the last lines of its output since its last start."""
+        """Return the last lines of its output since its last start, with all of a traceback."""
         try:
             with self.log.open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
@@ -140,7 +149,11 @@ class Task(ABC):
             return [f"(Its output cannot be read: {error}.)"]
         lines = text.splitlines()
         starts = [n for n, line in enumerate(lines) if line.startswith(self._mark)]
-        return lines[starts[-1] + 1 if starts else 0 :][-count:]
+        lines = lines[starts[-1] + 1 if starts else 0 :]
+        tracebacks = [n for n, line in enumerate(lines) if line.startswith("Traceback (most ")]
+        if tracebacks and len(lines) - tracebacks[-1] <= _TRACEBACK:
+            count = max(count, len(lines) - tracebacks[-1])
+        return lines[-count:]
 
 
 class WorkerProcess(Task):

@@ -137,7 +137,9 @@ class StatusReader:
         done = center.progress[k] if k < len(center.progress) else None
         rank.read(done, now, launch.started if launch else 0.0)
         entry = next((e for e in launch.workers if e.rank == k), None) if launch else None
-        state = _state(entry, launched, k in center.members, rank.step)
+        # Of a TensorFlow cluster it is not known who is a member.
+        member = k in center.members or bool(launched and launch and launch.ps)
+        state = _state(entry, launched, member, rank)
         unreported = launch is None and center.plan is None
         counted = None if unreported else 0
         return WorkerStatus(
@@ -182,9 +184,17 @@ class StatusReader:
             return None
 
 
-def _state(entry: WorkerEntry | None, launched: bool, member: bool, step: int) -> State:
+def _state(entry: WorkerEntry | None, launched: bool, member: bool, rank: RankReader) -> State:
     if entry and (launched or entry.state in ("finished", "failed", "stopped")):
+        if entry.state == "running" and not (member or _has_begun(entry, rank)):
+            return "starting"
         return entry.state
     if member:
         return "running"
-    return "left" if entry or step else "starting"
+    return "left" if entry or rank.step else "starting"
+
+
+def _has_begun(entry: WorkerEntry, rank: RankReader) -> bool:
+    """Whether a process that is no member of the center has been one, for all that is known."""
+    start = entry.starts[-1] if entry.starts else 0.0
+    return rank.step > 0 and (rank.last is None or rank.last >= start)

@@ -162,12 +162,7 @@ def check_run(run: Run, num_worker: int) -> None:
             f"{run.workers}. In eager mode workers are started with `springline run "
             f"--workers {num_worker} SCRIPT`, and `springline.workers()` is their number."
         )
-    if run.workers > 1 and run.directory is None:
-        raise ValueError(
-            f"This is worker {run.rank} of {run.workers}, but there is no run where they could "
-            "meet. Start them with `springline run`, or set SPRINGLINE_RUN to a directory that "
-            "they share."
-        )
+    run.check_meeting()
 
 
 def variables_of(model: Any) -> list[Variable]:
