@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from springline.center.center import Center, Local, Member
+from springline.center.center import Center, Member
 from springline.center.layout import Bytes, Entry, Layout
+from springline.center.local import Local
 from springline.center.memory import LocalCenter
 from springline.center.plan import BASE
 from springline.errors import NonFiniteError
