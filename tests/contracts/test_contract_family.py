@@ -244,7 +244,7 @@ def test_a_worker_that_joins_moves_nothing(place, fragments, background, togethe
         worker.step()
 
     others = background(come_and_go)
-    while not others.done() or first.local_step % 2:
+    while not others.done() or not first.local_step or first.local_step % 2:
         list(twin.run([[0]]))
         step(first)
         for name, c in first.center.values().items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from typing import TYPE_CHECKING
 
 from springline.center.local import Local
@@ -33,7 +34,8 @@ class Asynchronous:
 
     def __init__(self, center: MemoryCenter, member: MemoryMember) -> None:
         self._center = center
-        self._member = member
+        # Weak, so that a member which is let go of lets go of the memory at once.
+        self._member: MemoryMember = weakref.proxy(member)
         self._row = member.row
         self._blocks = member.blocks.shards
         self._locked: set[int] = set()  # shards that the last exchange left out
