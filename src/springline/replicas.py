@@ -50,16 +50,19 @@ class Replicas:
         if self._alone is None or self._alone.number != number:  # the first, or some were missed
             self._alone = _Alone(self._center.layout, self._rule, self._own, number)
         self._alone.look(local)
-        self._with_others = len(self._center.members()) > 1  # who joins later is not in the round
+        if self._same == _ROUNDS - 1:  # ask only before a round that may decide
+            self._with_others = len(self._center.members()) > 1
 
     def after(self, local: Local) -> None:
         """Compare what it has after the round with what it would have alone."""
         same = self._alone and self._alone.ends_like(local)
-        if same is None or not self._with_others:
-            return  # it has trained nothing, or is the only one
-        self._same += 1
-        if same and self._same < _ROUNDS:
+        if same is None:
+            return  # it has trained nothing
+        if same and self._same < _ROUNDS - 1:
+            self._same += 1
             return
+        if same and not self._with_others:
+            return  # it was the only one when the round began
         self.done, self._alone = True, None
         if same:
             _log.warning(
