@@ -242,8 +242,9 @@ for step in springline.steps(6):
         ),
         (STEPS, ["--max-restarts", 2], 2),
         ("print(time.time())\nraise SystemExit(1)", ["--max-restarts", 2], 2),
+        ("raise springline.errors.CenterError('no head')", ["--max-restarts", 2], 2),
     ],
-    ids=["at once", "with a center", "steps in between", "another error"],
+    ids=["at once", "with a center", "steps in between", "another error", "others may be back"],
 )
 def test_an_error_that_recurs_before_a_step_ends_the_run(
     command, script, run, text, options, restarts
