@@ -220,43 +220,6 @@ def test_other_errors_are_restarted(command, script, run, line):
     assert "Worker 0 ended with status 1; restart 1 of 1" in ended.output
 
 
-STEPS = """
-worker = springline.Worker({'w': np.zeros(3)}, springline.ElasticAverage(period=1, workers=1),
-                           center=run.center_directory, rank=0)
-for step in springline.steps(6):
-    worker.step()
-    if step % 2:
-        raise OSError("the same words")
-"""
-
-
-@pytest.mark.parametrize(
-    ("text", "options", "restarts"),
-    [
-        ("import nothing_of_that_name", [], 1),
-        (
-            "springline.Worker({'w': np.zeros(3)}, springline.ElasticAverage(period=1, workers=1), "
-            "center=run.center_directory)\nopen('no-such-file')",
-            [],
-            1,
-        ),
-        (STEPS, ["--max-restarts", 2], 2),
-        ("print(time.time())\nraise SystemExit(1)", ["--max-restarts", 2], 2),
-        ("raise springline.errors.CenterError('no head')", ["--max-restarts", 2], 2),
-    ],
-    ids=["at once", "with a center", "steps in between", "another error", "others may be back"],
-)
-def test_an_error_that_recurs_before_a_step_ends_the_run(
-    command, script, run, text, options, restarts
-):
-    path = script(f"{IMPORTS}{text}\n")
-    ended = command("run", "--workers", 1, *options, "--run", run.path, path)
-    assert ended.process.returncode == 1, ended.output
-    assert run.worker(0).restarts == restarts, ended.output
-    same = "with the same error as before its restart, and no steps in between: the run ends."
-    assert (same in ended.output) == (restarts == 1)
-
-
 def test_without_a_limit_an_error_may_recur(start_command, script, run):
     path = script("import nothing_of_that_name\n")
     running = start_command("run", "--max-restarts", -1, "--workers", 1, "--run", run.path, path)

@@ -94,9 +94,8 @@ class RunDirectory:
     def abandon(self) -> None:
         """Release the directory of a run that could not start; remove it if it was made for it."""
         with contextlib.suppress(OSError):  # it is not empty
-            if not self.continues:
-                (self.path / LOCK).unlink()
             if self._made:
+                (self.path / LOCK).unlink()
                 self.path.rmdir()
             if self._new:
                 self.path.parent.rmdir()

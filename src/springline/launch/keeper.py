@@ -83,10 +83,6 @@ class Keeper:
                 self._say(f"The center goes on from {saved}, version {describe(saved).version}.")
         self._thread.start()
 
-    def steps(self, rank: int) -> int:
-        """Return how many steps of a rank the center knows of."""
-        return self._center.progress()[rank].steps if self._center else 0
-
     def finish(self, hurried: Callable[[], bool] = lambda: False) -> Path | None:
         """Write `RUN/center.safetensors` and free the center's memory, when all workers are gone.
 

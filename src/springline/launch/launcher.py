@@ -62,15 +62,15 @@ class Launcher:
         say: Callable[[str], None] = print,
     ) -> None:
         self._restarts = restarts or RestartPolicy()
+        program.check()
+        self._restarts.check()
+        check_numbers(workers, ps)
         self._claim = RunDirectory(directory)
         self._began_in = self._claim.path
         self.continues = self._claim.continues
         self._say = say
         what = program, workers, ps, cluster or ClusterRequest(), start_from
         try:
-            program.check()
-            self._restarts.check()
-            check_numbers(workers, ps)
             check_same(program, self._claim.path, confirm)
             self._backend, asked = choose_backend(self._claim, *what, self._tell)
             self._claim.make_private()
@@ -228,9 +228,6 @@ class Launcher:
             self._fail(process, f"{how}, after an error that no restart fixes: the run ends.")
         elif why := self._backend.hopeless():
             self._fail(process, f"{how}. {why}: the run ends.")
-        elif self._recurs(process):
-            again = "with the same error as before its restart, and no steps in between"
-            self._fail(process, f"{how} {again}: the run ends.")
         elif which := self._restarts.next(process.name):
             entry.state = "restarting"
             process.restart_at = time.monotonic() + _PAUSE
@@ -241,12 +238,6 @@ class Launcher:
             self._fail(process, f"{how} and is not restarted again: the run ends.")
         if entry.state != "restarting":
             process.release()
-
-    def _recurs(self, process: Task) -> bool:
-        if self.ps:  # their workers' steps are not known
-            return False
-        steps = self._backend.keeper.steps(process.entry.rank)
-        return self._restarts.recurs(process.name, process.error(), steps)
 
     def _fail(self, process: Task, text: str) -> None:
         """End the run with a worker that is not restarted."""

@@ -126,14 +126,6 @@ class Task(ABC):
         self._warned += len(whole)
         return whole.decode("utf-8", "replace").splitlines()
 
-    def error(self) -> str | None:
-        """Return the error of its own that its script has ended with; None if that is not known.
-
-        Springline's errors are left out: they are of other workers and machines, which may be back.
-        """
-        words = self.last_words() if (self.entry.exit_code or 0) > 0 else ""
-        return words if words and not words.startswith("springline.") else None
-
     def last_words(self) -> str:
         """Return its last line that is not a library's log message; empty if there is none."""
         lines = [line for line in self.last_lines(200) if line.strip()]

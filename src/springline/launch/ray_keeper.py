@@ -79,10 +79,6 @@ class RayKeeper(Keeper):
         """Whether there was a center, and it is gone."""
         return self._last is not None and self._open() is None
 
-    def steps(self, rank: int) -> int:
-        """Return how many steps of a rank the center knew of when it was asked last."""
-        return self._last.progress[rank][0] if self._last else 0
-
     def finish(self, hurried: Callable[[], bool] = lambda: False) -> Path | None:
         """Write the final center when all workers are gone; do not wait forever for the cluster."""
         found: Future[Path | None] = Future()

@@ -105,14 +105,11 @@ class RestartPolicy:
     >>> policy = RestartPolicy(1)
     >>> policy.next("worker 0"), policy.next("worker 1"), policy.next("worker 0")
     ('1 of 1', '1 of 1', None)
-    >>> [policy.recurs("worker 0", "KeyError: 'x'", steps) for steps in (0, 0, 7)]
-    [False, True, False]
     """
 
     most: int = 3
     window: float = 600.0
     _times: dict[str, list[float]] = field(default_factory=dict)  # by worker
-    _ends: dict[str, tuple[str | None, int]] = field(default_factory=dict)  # the last, by worker
 
     def check(self) -> None:
         """Refuse numbers that are out of range."""
@@ -132,17 +129,6 @@ class RestartPolicy:
             return None
         self._times[name] = [*recent, now]
         return f"{len(recent) + 1} of {self.most}" if self.most > -1 else f"{len(recent) + 1}"
-
-    def recurs(self, name: str, error: str | None, steps: int) -> bool:
-        """Note how a worker has ended; return whether a restart would end like the last one.
-
-        Args:
-            name: the worker's.
-            error: which its script has ended with; None if that is not known.
-            steps: how far its rank has come.
-        """
-        before, self._ends[name] = self._ends.get(name), (error, steps)
-        return self.most > -1 and error is not None and before == (error, steps)
 
 
 def check_first_file(path: Path, address: str | None, ps: int | None) -> None:
