@@ -56,7 +56,7 @@ class Pace:
         """Return the steps per second since the last exchange, as one begins."""
         step, since = self._since
         seconds = time.perf_counter() - since
-        self.speed = (done - step) / seconds if seconds else 0.0
+        self.speed = max(0, done - step) / seconds if seconds else 0.0
         self.number += 1
         return self.speed
 

@@ -88,6 +88,7 @@ def load(worker: Worker, state: State) -> None:
     if local.base is not None:
         _write(layout.views(local.base), {**worker.center.values(), **state.get("copy", {})})
     worker.plan_next()
+    worker.pace.resume(worker.local_step)
     if state["settings"]["period"] == worker.center.settings["period"]:
         # Not for a schedule, in the middle of a period.
         worker.pace.due = state.get("due", worker.pace.due)

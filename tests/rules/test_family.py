@@ -16,6 +16,7 @@ from springline import (
     SlowMo,
     Worker,
     outer,
+    worker_state,
 )
 from springline.rules.fragments import fragment_of
 from springline.rules.optimizers import BlockMomentum, DelayedNesterov, Nesterov
@@ -202,6 +203,18 @@ def test_the_center_knows_the_fastest():
     worker.step()
     assert worker.member.fastest() == pytest.approx(worker.pace.speed, rel=1e-3)
     assert worker.pace.speed > 0
+
+
+def test_a_worker_that_goes_back_is_not_of_negative_speed():
+    worker = Worker({"w": np.zeros(3)}, AsyncDiLoCo(period=2))
+    before = worker_state.save(worker)
+    for _ in range(4):
+        worker.step()
+    worker_state.load(worker, before)
+    for _ in range(2):
+        worker.step()
+    assert worker.local.speed > 0
+    assert worker.pace.pause(worker.local_step - 1) == 0  # where a front end sets the step back
 
 
 def test_how_far_a_worker_is_from_the_center():
