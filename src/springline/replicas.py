@@ -27,8 +27,8 @@ class Replicas:
 
     The mean of different messages is none of them; that of copies is each of them. A few values of
     many parameters show it: they are exchanged with a center of this worker's own, too, and come
-    out the same. Without rounds, and with overlap, this shows nothing: copies adopt the center at
-    different steps.
+    out the same. Without rounds this shows nothing, and with overlap it may not: copies adopt the
+    center at different steps. Rules that only a process group takes have no such center.
 
     Attributes:
         done: whether there is nothing to notice any more.
@@ -42,7 +42,7 @@ class Replicas:
         self._alone: _Alone | None = None
         self._with_others = False
         self._same = 0
-        self.done = not rule.rounds or rule.workers < 2
+        self.done = not rule.rounds or rule.adopts_seen or rule.workers < 2
 
     def before(self, local: Local) -> None:
         """Look at what the worker brings to a round."""

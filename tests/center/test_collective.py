@@ -1,12 +1,14 @@
 """The collective center: ranks are threads here, each with a gloo backend of its own."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 
+from own_rules import MeanOfPseudoGradients
 from springline import AGN, AsyncDiLoCo, DiLoCo, ElasticAverage, ModelAverage, Worker
 from springline.center import (
     CenterError,
@@ -72,6 +74,25 @@ def errors(ranks, call, workers=3):
         return error.value
 
     return ranks(refused, workers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen(MeanOfPseudoGradients):
+    """A rule that adopts the center from before the round: only process groups take it."""
+
+    name: ClassVar[str] = "seen"
+    adopts_seen: ClassVar[bool] = True
+
+
+def test_a_rule_that_only_a_group_takes_is_not_refused_elsewhere(ranks):
+    def train(rank, backend):
+        worker = make(rank, backend, Seen(workers=2, period=1, outer=SGD(1.0)))
+        for _ in range(5):
+            worker.parameters["w"] += 1
+            worker.step()
+        return worker.parameters["w"][0], worker.center.values()["w"][0]
+
+    assert ranks(train, 2) == [(4, 5)] * 2
 
 
 @pytest.mark.parametrize("name", RULES)
