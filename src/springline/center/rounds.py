@@ -12,6 +12,7 @@ from; the round waits for the live members that are not.
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -42,7 +43,8 @@ class MemoryRounds:
 
     def __init__(self, center: MemoryCenter, member: MemoryMember) -> None:
         self._center = center
-        self._member = member
+        # Weak, so that a member which is let go of lets go of the memory at once.
+        self._member: MemoryMember = weakref.proxy(member)
         self._memory = center.memory
         self._locks = center.locks
         self._row = member.row
