@@ -215,8 +215,9 @@ class Worker(WorkerArrays):
             return True
         if changed and self.start_step:
             _log.warning(
-                "After its restart, rank %d goes on with the center's values (version %d), as it "
-                "should: the weights that it has loaded are older.",
+                "After its restart, rank %d goes on with the center's values (version %d), not "
+                "with the weights that it has loaded, which are usually older. "
+                "`keep_own_weights=True` insists on them.",
                 self.rank,
                 self.center.version,
             )

@@ -40,7 +40,7 @@ def test_a_reloaded_checkpoint_does_not_pull_the_center_back(train, run, center,
     assert center() > LEAST[rule]
     assert run.steps() == [60, 60]
     warning = (
-        r"After its restart, rank 1 goes on with the center's values \(version \d+\), as it should"
+        r"After its restart, rank 1 goes on with the center's values \(version \d+\), not with"
     )
     assert len(re.findall(warning, run.log(1))) == 1
     assert re.search(f"Worker 1: {warning}", said)
