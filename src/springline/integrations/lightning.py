@@ -165,17 +165,22 @@ class Springline(Callback):
         savers: list[Any] = [
             s for s in trainer.checkpoint_callbacks if hasattr(s, "best_model_path")
         ]
-        if run.workers == 1 or run.directory is None or run.cluster:
+        if run.workers == 1 or run.directory is None or run.cluster or not savers:
             return
         path = run.directory / BEST
         if run.rank == 0:
             write_text(path, json.dumps([saver.best_model_path for saver in savers]))
             return
+        optimizer = center_optimizer(trainer)
+
+        def is_gone() -> bool:
+            given_up = run.given_up()
+            if given_up is None and optimizer:  # nobody restarts it
+                return 0 not in optimizer.worker.center.finished()
+            return 0 in (given_up or ())
+
         wait_until(
-            lambda: path.exists() or 0 in (run.given_up() or ()),
-            lambda: [0],
-            None,
-            "the last checkpoint",
+            lambda: path.exists() or is_gone(), lambda: ["rank 0"], None, "the last checkpoint"
         )
         if path.exists():
             for saver, best in zip(savers, json.loads(path.read_text("utf-8")), strict=False):
