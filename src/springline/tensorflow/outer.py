@@ -82,8 +82,8 @@ class OuterOptimizer:
             for name in twin.get_slot_names()
         ]
 
-    def older_name(self, name: str, keys: Collection[str]) -> str | None:
-        """Return what an older checkpoint calls a variable that is no slot, or None.
+    def older_names(self, name: str, keys: Collection[str]) -> list[str]:
+        """Return what an older checkpoint calls a variable that is no slot.
 
         It had one for each server, with equal values, named after scopes and locks, such as
         `tower/AGNOptimizer/critical_section_execute_1/beta1_power`.
@@ -91,7 +91,7 @@ class OuterOptimizer:
         last = re.escape(name.rpartition("/")[2].replace("decay", "beta"))
         scope = rf"({re.escape(self._name)}|critical_section_execute)(_\d+)?"
         older = re.compile(rf"(.+/)?{scope}/{last}(_\d+)?")
-        return min(filter(older.fullmatch, keys), default=None)
+        return [*filter(older.fullmatch, keys)]
 
 
 def _newer(name: str) -> str:

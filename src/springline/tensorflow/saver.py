@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -79,20 +79,19 @@ class JoiningSaver(v1.train.Saver):
         if sess.run(self._alive):
             _log.info("The servers hold a center: it is joined, %s is not restored.", save_path)
             return
-        if not self._state:
+        if not self._state or not v1.train.checkpoint_exists(save_path):
             super().restore(sess, save_path)
             return
         saved = tf.train.load_checkpoint(save_path)
         keys = saved.get_variable_to_shape_map().keys()
         missing = self._state.keys() - keys
-        older = {v.op.name: outer.older_name(v.op.name, keys) for outer, v in self._scalars}
+        older = {v.op.name: self._older(saved, outer, v, keys) for outer, v in self._scalars}
         if not missing:
             super().restore(sess, save_path)
-        elif missing <= older.keys() and all(older.values()):
+        elif missing <= older.keys() and None not in older.values():
             self._but_scalars.restore(sess, save_path)
             for _, v in self._scalars:
-                value = saved.get_tensor(older[v.op.name])
-                sess.run(v.initializer, {v.initial_value: value})
+                sess.run(v.initializer, {v.initial_value: older[v.op.name]})
         else:
             _log.warning(
                 "%s is without %s: the center's optimizer starts from its initial values.",
@@ -101,6 +100,11 @@ class JoiningSaver(v1.train.Saver):
             )
             self._but_state.restore(sess, save_path)
             sess.run(self._fresh)
+
+    def _older(self, saved: Any, outer: Any, v: Variable, keys: Collection[str]) -> Any:
+        """Return what an older checkpoint has for a variable; None if it is not unambiguous."""
+        values = {saved.get_tensor(key).item() for key in outer.older_names(v.op.name, keys)}
+        return values.pop() if len(values) == 1 else None
 
 
 def _saver_without(left_out: Sequence[Variable], **kwargs: Any) -> Any:
