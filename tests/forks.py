@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+from concurrent.futures import ProcessPoolExecutor
 
 context = multiprocessing.get_context("forkserver")
 # What cannot be imported is left out. No thread is started by an import: a fork is clean.
@@ -22,7 +23,18 @@ def fork(function, *args):
     return process, ours
 
 
-def _call(function, pipe, environment, *args):
+def pool(processes):
+    """Return an executor of such processes."""
+    return ProcessPoolExecutor(
+        processes, context, initializer=_set_environment, initargs=(dict(os.environ),)
+    )
+
+
+def _set_environment(environment):
     os.environ.clear()  # that of the first test that had a process forked
     os.environ.update(environment)
+
+
+def _call(function, pipe, environment, *args):
+    _set_environment(environment)
     function(pipe, *args)

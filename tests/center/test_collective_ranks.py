@@ -3,7 +3,6 @@
 import contextlib
 import os
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import Listener
 
 import collective_ranks
@@ -47,7 +46,7 @@ def said(request, tmp_path_factory):
         with two_hosts("scenes", folder) as pipes:
             return [pipe.recv() for pipe in pipes]
     ranks = request.param
-    with ProcessPoolExecutor(ranks, forks.context) as pool:
+    with forks.pool(ranks) as pool:
         calls = [
             pool.submit(collective_ranks.scenes, rank, ranks, folder / "store")
             for rank in range(ranks)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 from invariants import WORKERS, Snapshot
-from nursery import BUSY, CHILDREN, COLUMNS, DONE, LONGEST, PROCESS, open_board
+from nursery import BUSY, CHILDREN, COLUMNS, DONE, LONGEST, PROCESS, Clock, open_board
 from replays import SUBJECTS
 
 from springline.center import CenterError, SharedCenter
@@ -43,6 +43,8 @@ class Drill:
         self._last_seen = self.subject.first
         (home / "board").write_bytes(bytes(8 * COLUMNS * (WORKERS + 1)))
         self.board = open_board(home / "board")
+        self.clock = Clock(self.board)
+        self.waits = {}  # rank → exchanges done, and nanoseconds since the last of this process
         self.center = None
         self.nursery = subprocess.Popen(
             [sys.executable, "-W", "error", NURSERY, home, rule, str(locking)],
@@ -90,6 +92,7 @@ class Drill:
     def start(self, rank):
         """Start the worker of that rank."""
         self.board[rank, [PROCESS, BUSY]] = 0
+        self.waits[rank] = int(self.board[rank, DONE]), None
         self.processes[rank] = int(self.ask(f"start {rank}"))
 
     def kill(self, rank, at_once):
@@ -111,9 +114,10 @@ class Drill:
             self.start(rank)
 
     def watch(self, until):
-        """Look at the version until something holds."""
+        """Look at the version and at waits that go on until something holds."""
         end = time.monotonic() + PATIENCE
         while True:
+            self._look_at_waits(self.clock.lap())
             if self.center:
                 version = self.center.version
                 self.demand(version >= self.version, f"version {self.version} → {version}")
@@ -123,6 +127,15 @@ class Drill:
                 return
             self.demand(time.monotonic() < end, f"nothing happened in {PATIENCE} s")
             time.sleep(0.0005)
+
+    def _look_at_waits(self, lap):
+        for rank in self.processes:
+            done, (before, waited) = int(self.board[rank, DONE]), self.waits[rank]
+            if done == before and waited is None:  # it starts
+                continue
+            waited = waited + lap if done == before else 0
+            self.waits[rank] = done, waited
+            self.demand(waited <= 1e9 * LONGEST_WAIT, f"rank {rank} waits: {waited / 1e9:.2f} s")
 
     def check(self, read, live=True):
         """Read the center and compare it with what its rule allows."""

@@ -32,8 +32,7 @@ def open_board(path):
 class Clock:
     """What goes by while no worker that could run is kept from a CPU, in nanoseconds.
 
-    So it shows how long a worker has waited for the others, however busy the machine is. (Where
-    several are kept from one at once it counts each: then it is slow.)
+    So it shows how long a worker has waited for the others, however busy the machine is.
     """
 
     def __init__(self, board):
@@ -52,7 +51,7 @@ class Clock:
         """Return how much has gone by since the last call."""
         (then, before), self._last = self._last, (time.monotonic_ns(), self._kept_waiting())
         now, after = self._last
-        kept = sum(after[process] - before.get(process, 0) for process in after)
+        kept = max((after[p] - before.get(p, after[p]) for p in after), default=0)
         return max(0, now - then - kept)
 
 
