@@ -37,7 +37,7 @@ FULL = Scale(
     periods={
         "average": (10, 50, 4),
         "diloco": (10, 50),
-        "diloco_overlap": (50,),
+        "diloco_overlap": (50, 10),
         "elastic": (4, 10),
         "async_diloco": (10, 50),
     },
