@@ -29,7 +29,16 @@ from springline.center.plan import (
     SETTLED,
     STEPS,
 )
-from springline.center.verbs import Block, RefusedError, Side, adopt, adopted, mean_rates, step
+from springline.center.verbs import (
+    Array,
+    Block,
+    RefusedError,
+    Side,
+    adopt,
+    adopted,
+    mean_rates,
+    step,
+)
 from springline.center.waiting import wait_until
 from springline.rules.outer import Exchange
 
@@ -52,6 +61,7 @@ class MemoryRounds:
         self._new = True
         self._strict = member.rule.belongs_to_a_round
         self._next = 0  # the round that the worker's buffers belong to
+        self._messages: dict[int, list[list[Array]]] = {}  # by rank, views of its slot
 
     @property
     def number(self) -> int:
@@ -267,21 +277,28 @@ class MemoryRounds:
         self, k: int, members: list[int], this: int, sides: list[list[Side]] | None
     ) -> None:
         """Reduce and step each block that does not hold the round yet, and adopt it."""
-        journal, view = self._center.journal, self._member.blocks.view
+        journal = self._center.journal
         exchange = Exchange(number=self._number(this))
-        slots = [self._memory.slots[r] for r in members]
+        slots = [self._messages_of(r)[k] for r in members]
         rates = mean_rates([self._memory.rates[r] for r in members])
         for i, block in enumerate(self._blocks[k]):
             if not (journal and journal.holds(k, i, this)):
                 try:
-                    messages = [view(block.range, slot) for slot in slots]
-                    step(block, messages, exchange, rates)
+                    step(block, [slot[i] for slot in slots], exchange, rates)
                 except RefusedError as error:
                     self._memory.refused[k] = this, error.offset
                 else:
                     self._member.put_in_place(k, i, this)
             if sides:
                 self._adopt(k, block, sides[k][i], this)
+
+    def _messages_of(self, rank: int) -> list[list[Array]]:
+        """Return a worker's messages: by shard, of each block."""
+        if rank not in self._messages:
+            slot, view = self._memory.slots[rank], self._member.blocks.view
+            views = [[view(block.range, slot) for block in shard] for shard in self._blocks]
+            self._messages[rank] = views
+        return self._messages[rank]
 
     def _adopt(self, k: int, block: Block, side: Side, this: int) -> None:
         """Adopt a round that is in place, unless the block was refused."""
