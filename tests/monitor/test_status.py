@@ -71,9 +71,13 @@ def test_a_worker_is_starting_until_it_joins_or_logs(directory, clock):
     starts = [[START, START + 2]] * 2 + [[START]] * 2
     launch(directory, *["running"] * 4, starts=starts, restarts=(1, 1))
     clock.now = 4
-    with launcher_alive(directory), Worker(MODEL, rule, shared, rank=2):
-        states = [worker.state for worker in read_status(directory).workers]
-    assert states == ["starting", "running", "running", "running"]
+    reader = StatusReader(directory)
+    with launcher_alive(directory):
+        with Worker(MODEL, rule, shared, rank=2):
+            states = [worker.state for worker in reader.read().workers]
+        assert states == ["starting", "running", "running", "running"]
+        assert reader.read().workers[2].state == "running"  # it has left, and logs nothing
+    reader.close()
 
 
 def test_a_run_without_a_launcher(directory):

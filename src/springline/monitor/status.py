@@ -75,6 +75,7 @@ class StatusReader:
         self.directory = Path(directory)
         self._center = CenterReader(self.directory / "center")
         self._ranks: dict[int, RankReader] = {}
+        self._joined: dict[int, float] = {}  # when those that have been members were started
 
     def read(self) -> Status:
         """Read the state now."""
@@ -139,7 +140,10 @@ class StatusReader:
         entry = next((e for e in launch.workers if e.rank == k), None) if launch else None
         # Of a TensorFlow cluster it is not known who is a member.
         member = k in center.members or bool(launched and launch and launch.ps)
-        state = _state(entry, launched, member, rank)
+        began = entry.starts[-1] if entry and entry.starts else 0.0
+        if member:
+            self._joined[k] = began
+        state = _state(entry, launched, member, rank, self._joined.get(k) == began)
         unreported = launch is None and center.plan is None
         counted = None if unreported else 0
         return WorkerStatus(
@@ -184,9 +188,11 @@ class StatusReader:
             return None
 
 
-def _state(entry: WorkerEntry | None, launched: bool, member: bool, rank: RankReader) -> State:
+def _state(
+    entry: WorkerEntry | None, launched: bool, member: bool, rank: RankReader, joined: bool
+) -> State:
     if entry and (launched or entry.state in ("finished", "failed", "stopped")):
-        if entry.state == "running" and not (member or _has_begun(entry, rank)):
+        if entry.state == "running" and not (joined or _has_begun(entry, rank)):
             return "starting"
         return entry.state
     if member:
