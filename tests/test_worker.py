@@ -375,3 +375,17 @@ def test_a_step_after_the_end_names_what_ended_it():
     worker.finish()
     with pytest.raises(CenterError, match=r"Call it once, after the training loop"):
         worker.step()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_rounding_to_half_precision_is_no_step(overlap):
+    """The center leaves the values that float16 has, though the worker cannot."""
+    ulp = 2.0**-10
+    worker = Worker(
+        {"w": np.ones(3, np.float16)}, DiLoCo(period=1, outer=SGD(0.25)), overlap=overlap
+    )
+    for _ in range(40):
+        worker.parameters["w"] += np.float16(ulp)
+        worker.step()
+    worker.finish()
+    np.testing.assert_allclose(worker.center.values()["w"], 1 + 0.25 * 40 * ulp, rtol=1e-6)

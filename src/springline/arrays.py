@@ -102,9 +102,22 @@ class WorkerArrays:
 
     def scatter(self) -> None:
         """Bring `x` to where it is used."""
-        for narrow, wide in self._narrow.values():
+        for name, (narrow, wide) in self._narrow.items():
             np.copyto(narrow, wide, casting="same_kind")
+            self.note_rounded(name, narrow)
         self._hooks[1]()
+
+    def note_rounded(self, name: str, held: Array) -> None:
+        """Take what is left of a tensor's `x` in half precision: rounding is no step of its own.
+
+        A rule that measures from `base` would take it for one, and the center could not leave the
+        values that half precision has.
+        """
+        x = self.layout.views(self.local.x)[name]
+        if self.rule.measures_from_base and name in self.parameters:
+            with np.errstate(all="ignore"):  # what is not finite is refused when it is sent
+                self._base[name] += held - x
+        np.copyto(x, held)
 
     def observe(self, gradients: MutableMapping[str, Array]) -> None:
         """Show the rule this step's gradients, before the inner optimizer uses them.
@@ -133,7 +146,10 @@ class WorkerArrays:
             local.gradients += 1
 
     def set_learning_rate(self, rate: float | Mapping[str, float]) -> None:
-        """Set the rate that goes with the messages of AGN and SlowMo: one, or one per parameter."""
+        """Set the rate that goes with the messages of AGN and SlowMo: one, or one per parameter.
+
+        For SlowMo it is the mean of the steps since the last exchange.
+        """
         rates = rate if isinstance(rate, Mapping) else dict.fromkeys(self.parameters, rate)
         for name, value in rates.items():
             checks.parameter(name, self.parameters)

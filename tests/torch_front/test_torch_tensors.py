@@ -5,6 +5,9 @@ import torch
 from torch import nn
 from torch_training import RULES, center, loss_of, near, network, same, train, weights, wrap
 
+from springline import outer
+from springline.torch import DiLoCoOptimizer
+
 
 def sgd(model, lr=0.1):
     return torch.optim.SGD(model.parameters(), lr=lr)
@@ -221,3 +224,17 @@ def test_compiled_models_have_their_own_names(rule, when):
     assert list(center(by_model)) == list(weights(plain))
     names = wrap("elastic", torch.optim.SGD(run.named_parameters(), lr=0.1))
     assert list(center(names)) == list(weights(plain))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_to_half_precision_is_no_step(dtype):
+    """The center leaves the values that a half-precision parameter has."""
+    model = Bag(w=torch.ones(3, dtype=dtype))
+    ulp = torch.finfo(dtype).eps
+    opt = DiLoCoOptimizer(sgd(model, 0.0), model=model, period=1, outer=outer.SGD(0.25))
+    for _ in range(40):
+        step(model, opt)
+        with torch.no_grad():
+            model.w += ulp
+    opt.worker.exchange()
+    torch.testing.assert_close(center(opt)["w"], torch.full((3,), 1 + 0.25 * 40 * ulp))

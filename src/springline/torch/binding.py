@@ -8,6 +8,7 @@ it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -51,6 +52,7 @@ class Binding:
         self.parameters = dict(parameters)
         self._model = model
         self._views = {n: torch.from_numpy(worker.parameters[n]) for n in parameters}
+        self._worker = weakref.proxy(worker)
         self._buffers = {n: torch.from_numpy(b) for n, b in worker.buffers.items()}
         self._bound: dict[str, int] = {}
         self.scatter()
@@ -75,6 +77,8 @@ class Binding:
                 self._bound[name] = view.data_ptr()
             else:
                 p.detach().copy_(view)
+                if p.dtype != view.dtype:
+                    self._worker.note_rounded(name, p.detach().to("cpu", view.dtype).numpy())
         for staged, b in self._staged_buffers():
             b.copy_(staged)
 
