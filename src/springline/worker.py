@@ -103,7 +103,7 @@ class Worker(WorkerArrays):
             checks.true_or_false("synchronous", synchronous)
         checks.seconds(timeout)
         self.rule, given = rule, center
-        self.layout = Layout.of(parameters, buffers, rule.fragments)
+        self.layout = Layout.of(parameters, buffers, rule.fragments, other_names)
         values = {**parameters, **(buffers or {})}
         made_here = not isinstance(center, Center)
         self.center = center = run_centers.open_center(
@@ -262,12 +262,6 @@ class Worker(WorkerArrays):
 
     def exchange(self) -> None:
         """Exchange with the center now."""
-        if self.finished and self.member.left:
-            raise FinishedError(
-                f"Rank {self.rank} has finished and left the center: `finish()` or `final()` was "
-                "called before its last step. Call it once, after the training loop. To evaluate "
-                "the center in between, use `with opt.center_weights():`."
-            )
         before = list(self.exchanged_at)
         with deferred():
             self.gather()
@@ -292,6 +286,12 @@ class Worker(WorkerArrays):
         Returns:
             False if the worker is to take the center instead.
         """
+        if self.finished and self.member.left:
+            raise FinishedError(
+                f"Rank {self.rank} has finished and left the center: `finish()` or `final()` was "
+                "called before its last step. Call it once, after the training loop. To evaluate "
+                "the center in between, use `with opt.center_weights():`."
+            )
         if self.missed:
             return False
         start, fragment = time.perf_counter(), self.fragment

@@ -16,9 +16,10 @@ from torch_training import (
     wrap,
 )
 
-from springline import LocalCenter
+from springline import LayoutError, LocalCenter
 from springline.center import Layout
 from springline.rules import ElasticAverage
+from springline.torch import DiLoCoOptimizer
 
 
 def late(model, opt, steps, at):
@@ -141,3 +142,29 @@ def test_not_while_the_model_holds_the_center():
     opt = wrap("average", INNERS["sgd"](model[2].parameters()), model=model)
     with opt.center_weights(), pytest.raises(RuntimeError, match="leave `center_weights` first"):
         opt.add_param_group({"params": model[0].parameters()})
+
+
+def test_a_group_that_is_refused_leaves_everything_as_it_was():
+    model, other = network(), network()
+    options = {"period": 4, "fragments": [["2.weight"], ["2.bias"]]}
+    opt = DiLoCoOptimizer(INNERS["sgd"](model[2].parameters()), model=model, **options)
+    like = DiLoCoOptimizer(INNERS["sgd"](other[2].parameters()), model=other, **options)
+    with pytest.raises(LayoutError, match=r"leaves out '0.weight'"):
+        opt.add_param_group({"params": list(model[0].parameters()), "lr": 0.2})
+    train(model, opt, range(8))
+    train(other, like, range(8))
+    same(weights(model), weights(other))
+
+
+def test_fragments_name_what_is_tied_and_what_is_frozen():
+    """What is frozen now may be trained later."""
+    model = nn.ModuleDict({"a": nn.Linear(3, 3), "mid": nn.Linear(3, 3), "tied": nn.Linear(3, 3)})
+    model["tied"].weight = model["a"].weight
+    frozen = model["mid"].bias.requires_grad_(False)
+    inner = torch.optim.SGD([p for p in model.parameters() if p is not frozen], lr=0.1)
+    fragments = [["a", "tied"], ["mid.weight", "mid.bias"]]
+    opt = DiLoCoOptimizer(inner, model=model, period=2, fragments=fragments)
+    found = {e.name: e.fragment for e in opt.worker.layout.entries}
+    assert found == {"a.weight": 0, "a.bias": 0, "tied.bias": 0, "mid.weight": 1}
+    opt.add_param_group({"params": [frozen]})
+    assert {e.name: e.fragment for e in opt.worker.layout.entries}["mid.bias"] == 1

@@ -112,6 +112,7 @@ class Layout:
         parameters: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor] | None = None,
         fragments: Fragments = 1,
+        other_names: Mapping[str, str | None] | None = None,
     ) -> Layout:
         """Lay out a model.
 
@@ -129,7 +130,8 @@ class Layout:
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise LayoutError(f"Two tensors are named {twice!r}. Names must be unique.")
-        fragment = fragment_of({e.name: e.nbytes for e in entries[: len(parameters)]}, fragments)
+        sizes = {e.name: e.nbytes for e in entries[: len(parameters)]}
+        fragment = fragment_of(sizes, fragments, other_names)
         last = max(fragment.values())  # has the buffers
         return cls._place([replace(e, fragment=fragment.get(e.name, last)) for e in entries])
 

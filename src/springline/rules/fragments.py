@@ -10,21 +10,31 @@ from springline.errors import LayoutError
 Fragments = int | Sequence[Sequence[str]]
 
 
-def fragment_of(sizes: Mapping[str, int], fragments: Fragments) -> dict[str, int]:
+def fragment_of(
+    sizes: Mapping[str, int],
+    fragments: Fragments,
+    other_names: Mapping[str, str | None] | None = None,
+) -> dict[str, int]:
     """Return the fragment of every parameter.
 
     Args:
         sizes: bytes by name, in the model's order.
         fragments: how many, of about the same size; or their parameters' names, or the beginnings
             of names, up to a dot.
+        other_names: that may be given, too: another name of a parameter, or None for what is not
+            exchanged.
 
     >>> fragment_of({"a.w": 4, "a.b": 1, "c.w": 3}, 2)
     {'a.w': 0, 'a.b': 1, 'c.w': 1}
     >>> fragment_of({"a.w": 4, "a.b": 1, "c.w": 3}, [["c.w"], ["a"]])
     {'a.w': 1, 'a.b': 1, 'c.w': 0}
+    >>> fragment_of({"a.w": 4, "c.w": 3}, [["a", "tied"], ["c", "frozen"]],
+    ...             {"tied.w": "a.w", "frozen.w": None})
+    {'a.w': 0, 'c.w': 1}
     """
     if not isinstance(fragments, Sequence):
         return dict(zip(sizes, _even(list(sizes.values()), fragments), strict=True))
+    known = {**(other_names or {}), **{name: name for name in sizes}}
     found: dict[str, int] = {}
     for number, names in enumerate(fragments):
         if isinstance(names, str) or not isinstance(names, Sequence):
@@ -34,10 +44,10 @@ def fragment_of(sizes: Mapping[str, int], fragments: Fragments) -> dict[str, int
                 f"list{advice}."
             )
         for name in names:
-            mine = [n for n in sizes if n == name or n.startswith(f"{name.rstrip('.')}.")]
+            mine = [n for n in known if n == name or n.startswith(f"{name.rstrip('.')}.")]
             if not mine:
                 raise LayoutError(f"`fragments` names {name!r}, but no parameter begins so.")
-            for parameter in mine:
+            for parameter in filter(None, map(known.get, mine)):
                 if found.setdefault(parameter, number) != number:
                     raise LayoutError(f"`fragments` has {parameter!r} in two fragments.")
     missing = next((name for name in sizes if name not in found), None)

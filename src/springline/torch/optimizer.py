@@ -230,12 +230,11 @@ class CenterOptimizer(CenterReader):
         self.wait()
         self.inner.add_param_group(group)
         try:
-            new = self._new_parameters()
-        except ValueError:
+            if self._new_parameters():
+                self._grow()
+        except Exception:
             self.inner.param_groups.pop()
             raise
-        if new:
-            self._grow()
 
     def _new_parameters(self) -> list[str]:
         """Return the parameters that the center does not have; refuse them if it is not ours."""
