@@ -79,7 +79,16 @@ def test_what_depends_on_the_number_of_workers_is_filled_in():
 
 
 @pytest.mark.parametrize(
-    ("period", "right"), [(10, (0.7, 0.5)), (20, (0.7, 0.5)), (50, (1.0, 0.5)), (500, (0.7, 0.9))]
+    ("period", "right"),
+    [
+        (10, (0.7, 0.5)),
+        (20, (0.7, 0.5)),
+        (50, (1.0, 0.5)),
+        (500, (0.7, 0.9)),
+        (Warmup(20, then=10), (0.7, 0.5)),
+        (Warmup(20, then=QSR(500, 1.0, lambda step: 0.1, steps=2000)), (0.7, 0.9)),
+        (lambda step: 10, (1.0, 0.5)),
+    ],
 )
 def test_the_outer_momentum_fits_the_period(period, right):
     assert DiLoCo(period=period).outer == Nesterov(*right)
@@ -96,6 +105,7 @@ def test_without_rounds_long_periods_have_no_momentum(period, right):
     ("settings", "words"),
     [
         ({"period": 10, "fragments": 3}, "multiple of the number of fragments, 3"),
+        ({"period": Warmup(4, then=5), "fragments": 2}, "multiple of the number of fragments, 2"),
         ({"period": 10, "fragments": 2, "delay": 5}, "below the steps between two exchanges, 5"),
         ({"period": Warmup(5, then=10), "delay": 1}, "needs a constant `period`"),
         ({"delay": -1}, "`delay` must be an integer >= 0"),
@@ -146,6 +156,8 @@ def test_a_schedule_is_not_asked_for_steps_that_are_never_made(rule, fragments):
 
 def test_beyond_its_steps_the_period_of_qsr_is_one():
     assert QSR(2, 0.2, rate=[0.1, 0.05].__getitem__, steps=2)(2) == 1
+    again = QSR(2, 0.2, rate=[0.1, 0.2, 0.05, 0.05, 0.2, 0.05, 0.05, 0.05].__getitem__, steps=8)
+    assert [again(step) for step in (0, 1, 2, 3, 4)] == [2, 2, 6, 5, 2]  # a rate that restarts
 
 
 def test_a_schedule_is_compared_by_what_it_returns():

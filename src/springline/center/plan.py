@@ -93,8 +93,8 @@ class Plan:
         journaled = not (outer.stateless and (outer.replaces or not rounds))
         if journaled and not use_locking:
             raise SettingsError(
-                f"The outer optimizer {outer.kind!r} must take its steps one at a time; only those "
-                "without state run without locks. Leave `use_locking=False` out."
+                f"The outer optimizer {outer.kind!r} must take its steps one at a time: it has "
+                "state, or it steps in rounds, once for all workers. Leave `use_locking=False` out."
             )
         specs: list[Spec] = [
             (index, key, per_block(e, shape, outer), first)

@@ -12,7 +12,7 @@ from springline.checks import count, is_number, true_or_false
 from springline.errors import SettingsError
 from springline.rules.optimizers import DelayedNesterov, Nesterov, SlowMomentum
 from springline.rules.outer import Exchange, Outer
-from springline.rules.period import Period
+from springline.rules.period import Period, typical
 from springline.rules.rule import Array, Rule
 
 Staleness = Literal["inverse", "sqrt"]
@@ -178,7 +178,7 @@ def momentum_for(period: Period) -> tuple[float, float]:
 
     The paper's 0.7 and 0.9 are for periods of hundreds of steps and long runs.
     """
-    longest = 50 if callable(period) else period
-    if longest <= 20:
+    steps = typical(period) or 50
+    if steps <= 20:
         return _SHORT
-    return (1.0, 0.5) if longest < 500 else (0.7, 0.9)
+    return (1.0, 0.5) if steps < 500 else (0.7, 0.9)

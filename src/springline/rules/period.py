@@ -86,8 +86,9 @@ class QSR(Schedule):
 
     @cached_property
     def _peak(self) -> tuple[float, int]:
-        """The highest learning rate, and the last step that has it."""
-        return max((float(self.rate(step)), step) for step in range(self.steps))
+        """The highest learning rate, and the first step that has it."""
+        at = max(range(self.steps), key=lambda step: float(self.rate(step)))
+        return float(self.rate(at)), at
 
     def __call__(self, step: int) -> int:
         """Return the period that begins at a step."""
@@ -102,6 +103,19 @@ class QSR(Schedule):
 
 
 Period = int | Schedule | Callable[[int], int]
+
+
+def typical(period: Period) -> int | None:
+    """Return the number that a period is, begins with or comes to; None of a function.
+
+    >>> typical(10), typical(Warmup(3, then=20)), typical(lambda step: 5)
+    (10, 20, None)
+    """
+    if isinstance(period, Warmup):
+        return typical(period.then)
+    if isinstance(period, QSR):
+        return period.base
+    return None if callable(period) else int(period)
 
 
 def check(period: Any) -> None:

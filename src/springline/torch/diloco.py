@@ -177,6 +177,11 @@ class SlowMoOptimizer(_PseudoGradientOptimizer):
         fragments: Fragments = 1,
         **options: Unpack[Options],
     ) -> None:
+        if "outer" in options:
+            raise TypeError(
+                "SlowMo's outer optimizer is its own: pass `slow_rate` and `slow_momentum`. "
+                "DiLoCoOptimizer takes any other as `outer`."
+            )
         for key, value, top in (
             ("slow_rate", slow_rate, math.inf),
             ("slow_momentum", slow_momentum, 1.0),
