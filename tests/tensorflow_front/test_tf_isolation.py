@@ -228,3 +228,57 @@ def test_each_train_operation_has_the_rate_of_its_own_step(resource):
     model.session.run(other, dict.fromkeys(of_u, 0.3))
     model.session.run(model.train, dict.fromkeys(of_v, 0.2))
     close([model.values()["center"][name] for name in "vu"], [0.1 + 0.2, 0.3])
+
+
+@kinds
+@pytest.mark.parametrize("hook", [True, *slow(False)], ids=["hook", "op"])
+def test_the_powers_of_adam_start_from_tensors(resource, hook):
+    """With the hook, the exchange's own run is built first, from placeholders."""
+
+    def center(beta):
+        def inner():
+            given = v1.placeholder_with_default(0.8, []) if beta is None else beta
+            return train.AdamOptimizer(0.1, beta1=given)
+
+        options = {"resource": resource, "communication_period": 2}
+        model = Model(Servers(1, 1), "agn", 0, 1, inner, ones, hook, **options)
+        model.start()
+        for _ in range(4):
+            model.step()
+        return model.values()["center"]["v"]
+
+    close(center(None), center(0.8), 1e-6)
+
+
+def ones(model):
+    return tf.reduce_sum(tf.square(v1.get_variable("v", [2], initializer=v1.ones_initializer())))
+
+
+class Hyper(train.GradientDescentOptimizer):
+    """It reads its learning rate from a dictionary as it applies gradients."""
+
+    def __init__(self, rate):
+        super().__init__(1.0)
+        self.hyper = {"rate": rate}
+
+    def _resource_apply_dense(self, grad, handle):
+        return super()._resource_apply_dense(grad * self.hyper["rate"], handle)
+
+
+def test_an_exchange_that_needs_what_is_fed_is_made_in_the_step():
+    """Not in a run of its own, which would silently have the placeholder's default."""
+    found = []
+    for hook in (True, False):
+        made = []
+
+        def inner(made=made):
+            made.append(v1.placeholder_with_default(0.5, []))
+            return Hyper(made[0])
+
+        model = Model(Servers(1, 1), "agn", 0, 1, inner, ones, hook, communication_period=2)
+        model.start()
+        for _ in range(4):
+            model.step({made[0]: 0.1})
+        found.append(model.values())
+        assert found[-1]["global_step"] == 2
+    close(found[0]["center"]["v"], found[1]["center"]["v"], 1e-6)

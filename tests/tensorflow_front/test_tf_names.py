@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+from functools import partial
 
 import pytest
 import tensorflow as tf
@@ -105,3 +106,49 @@ def test_a_checkpoint_goes_on_elsewhere(resource, tmp_path, caplog):
     for name, value in ends[0].items():
         close(value, ends[1][name], 1e-6)
     assert ends[0]["global_step"] == 6
+
+
+@kinds
+@pytest.mark.parametrize("inner", ["momentum", "adam"])
+def test_a_slot_that_was_named_after_a_scope_goes_on(inner, resource, tmp_path, caplog):
+    """An older version's, whose train operation was made in a variable scope."""
+
+    def model():
+        options = {"resource": resource, "communication_period": 2}
+        kind = partial(INNERS[inner], 0.1)
+        return Model(Servers(1, 1), "agn", 0, 1, kind, squares, True, **options)
+
+    ends = []
+    for renamed in (False, True):
+        first = begin(model(), tmp_path / str(renamed))
+        for _ in range(4):
+            first.step()
+        end(first)
+        path = tf.train.latest_checkpoint(str(tmp_path / str(renamed)))
+        if renamed:
+            rename(path, lambda name: f"train/{name}" if is_slot(name) else name)
+        second = begin(model(), tmp_path / str(renamed))
+        for _ in range(4):
+            second.step()
+        ends.append(second.values()["center"])
+        end(second)
+    assert "starts from its initial values" not in caplog.text
+    for name, c in ends[0].items():
+        close(c, ends[1][name], 1e-6)
+
+
+def is_slot(name):
+    return name.count("/") == 3 and "power" not in name
+
+
+def rename(path, new):
+    """Write a checkpoint again, with other names in it."""
+    saved = tf.train.load_checkpoint(path)
+    values = {new(name): saved.get_tensor(name) for name in saved.get_variable_to_shape_map()}
+    with tf.Graph().as_default(), v1.Session() as session:
+        names, tensors = list(values), list(values.values())
+        session.run(
+            tf.raw_ops.SaveV2(
+                prefix=path, tensor_names=names, shape_and_slices=[""] * len(names), tensors=tensors
+            )
+        )

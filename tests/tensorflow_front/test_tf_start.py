@@ -284,3 +284,57 @@ def test_a_restarted_chief_starts_its_own_averages_from_the_center(tmp_path):
     second = chief()
     close(second.values()["center"]["v"], center)
     close(second.session.run(second.average), center)
+
+
+@kinds
+@rules
+@pytest.mark.parametrize("way", ["no step", "initialiser first", "of some only"])
+def test_whatever_initialises_leaves_a_center_alone(rule, resource, way):
+    """A script that evaluates, one that makes its initialiser early, one that trains a part."""
+    servers = Servers(1, 2)
+
+    def two(model):
+        model.u = v1.get_variable("u", [3], initializer=v1.ones_initializer())
+        return bowl(model) + tf.reduce_sum(tf.square(model.u))
+
+    options = {PERIODS[rule]: 1, **({"rho": 0.0} if rule == "elastic" else {})}
+    first = Model(servers, rule, 0, 1, sgd, two, resource=resource, **options)
+    first.start()
+    for _ in range(3):
+        first.step()
+    before = first.values()
+
+    device = "/job:worker/task:1"
+    setter = train.replica_device_setter(
+        worker_device=device, ps_device="/job:ps", cluster=servers.spec
+    )
+    with tf.Graph().as_default() as graph, v1.device(setter):
+        getter, step = GETTERS[rule](device), train.get_or_create_global_step()
+        with v1.variable_scope("", custom_getter=getter, use_resource=resource):
+            u = v1.get_variable("u", [3], initializer=v1.ones_initializer())
+            v = v1.get_variable("v", [3], initializer=v1.ones_initializer())
+        init = v1.global_variables_initializer()
+        opt = wrap(rule, sgd(), 1, getter, 1, **options)
+        if way == "no step":
+            opt.swapping_saver()
+        else:
+            opt.minimize(tf.reduce_sum(u + v), step, var_list=[v] if "some" in way else None)
+        if way != "initialiser first":
+            init = v1.global_variables_initializer()
+        with servers.session(1, graph) as session:
+            session.run(init)
+    after = first.values()
+    assert after["global_step"] == before["global_step"] == 3
+    for name, c in before["center"].items():
+        close(c, after["center"][name], 0)
+
+
+@rules
+def test_sessions_one_after_another_in_one_graph(rule):
+    model = Model(Servers(1, 1), rule, 0, 1, sgd, bowl, True, **{PERIODS[rule]: 2})
+    for k in (1, 2):
+        model.start()
+        for _ in range(4):
+            model.step()
+        assert model.values()["global_step"] == 2 * k
+        model.session.close()

@@ -10,10 +10,11 @@ from typing import Any
 import tensorflow as tf
 
 from springline.rules import AGN, Rule
-from springline.tensorflow.getter import AGNCustomGetter, Trio, Variable
+from springline.tensorflow.getter import AGNCustomGetter
 from springline.tensorflow.optimizer import CenterOptimizer
 from springline.tensorflow.outer import OuterOptimizer, outer_like
 from springline.tensorflow.shards import Call, DeviceShard, Tensor, after, finite
+from springline.tensorflow.trio import Trio, Variable
 
 
 class AGNOptimizer(CenterOptimizer):

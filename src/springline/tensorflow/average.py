@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from springline.center.waiting import wait_until
 from springline.rules import ModelAverage, Rule
-from springline.tensorflow.getter import ModelAverageCustomGetter, v1
+from springline.tensorflow.getter import ModelAverageCustomGetter
 from springline.tensorflow.given import GradsAndVars
 from springline.tensorflow.members import Members, wait_in_graph
 from springline.tensorflow.optimizer import CenterOptimizer
@@ -23,6 +23,7 @@ from springline.tensorflow.shards import (
     direct,
     refuse_unless,
 )
+from springline.tensorflow.trio import v1
 
 
 class ModelAverageOptimizer(CenterOptimizer):

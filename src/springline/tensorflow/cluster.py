@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import tensorflow as tf
 
 from springline.run import Run
-from springline.tensorflow.getter import v1
+from springline.tensorflow.trio import v1
 
 _LOOK = 1.0  # seconds between two looks at the parameter servers, and for each to answer
 _WARN_EVERY = 30.0

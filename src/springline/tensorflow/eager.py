@@ -22,9 +22,9 @@ from springline import run as runs
 from springline.center import Center, LocalCenter
 from springline.center.checkpoint import write_tensors
 from springline.tensorflow.eager_state import EagerState, beside_views
-from springline.tensorflow.getter import Trio, Variable
 from springline.tensorflow.given import brief, check_run, first_value, unique_names, variables_of
 from springline.tensorflow.private import learning_rate_of
+from springline.tensorflow.trio import Trio, Variable
 from springline.worker import Worker
 
 if TYPE_CHECKING:

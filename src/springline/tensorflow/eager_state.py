@@ -12,7 +12,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from springline import worker_state
-from springline.tensorflow.getter import Variable
+from springline.tensorflow.trio import Variable
 from springline.worker import Worker
 
 if TYPE_CHECKING:

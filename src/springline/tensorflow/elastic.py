@@ -12,12 +12,13 @@ import tensorflow as tf
 
 from springline.checks import is_number, true_or_false
 from springline.rules import ElasticAverage, Rule
-from springline.tensorflow.getter import ElasticAverageCustomGetter, Trio, Variable, v1
+from springline.tensorflow.getter import ElasticAverageCustomGetter
 from springline.tensorflow.given import GradsAndVars, brief
 from springline.tensorflow.members import Barrier, Members
 from springline.tensorflow.optimizer import CenterOptimizer
 from springline.tensorflow.private import learning_rate_of
 from springline.tensorflow.shards import Call, DeviceShard, Tensor, after, direct, finite
+from springline.tensorflow.trio import Trio, Variable, v1
 
 # Whose step is as long as the gradient, so that `α / learning_rate` pulls by α.
 _LINEAR = (
@@ -91,6 +92,8 @@ class ElasticAverageOptimizer(CenterOptimizer):
                 f"center move towards each other. Received: moving_rate={moving_rate!r}. Leave it "
                 f"out for the default, {self.BETA}/communication_period/num_worker = {default:g}."
             )
+        if callable(rho):
+            raise TypeError(f"`rho` must be a number or a tensor. Received: {brief(rho)}.")
         # `_penalize` has the value; the rule needs to know only whether there is a penalty.
         known: Any = rho if isinstance(rho, float | int | str) else 1.0
         self._rule = ElasticAverage(

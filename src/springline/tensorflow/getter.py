@@ -8,24 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import repeat
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import tensorflow as tf
+
+from springline.tensorflow.living import keep_living
+from springline.tensorflow.trio import Trio, Variable, v1
 
 GLOBAL_VARIABLE_NAME = "global_center_variable"
 LOCAL_VARIABLE_NAME = "local_center_variable"
 GRAD_VARIABLE_NAME = "grad_variable"
-
-Variable = Any  # a tf.Variable of graph mode, resource or reference
-v1 = tf.compat.v1
-
-
-class Trio(NamedTuple):
-    """A variable of the worker, and what belongs to it. A slice, if it is partitioned."""
-
-    local: Variable  # x
-    center: Variable  # c
-    beside: Variable  # c̃ or a; None if the rule keeps neither
 
 
 class CustomGetter:
@@ -46,6 +38,7 @@ class CustomGetter:
             )
         self.worker_device = worker_device
         self._trios: dict[Any, Trio] = {}  # by the local variable
+        self._kept: set[Any] = set()  # centers that initialisers leave alone
 
     def __call__(
         self,
@@ -76,6 +69,7 @@ class CustomGetter:
             collections=[keys.GLOBAL_VARIABLES],
             **plain,
         )
+        self._keep_living(center)
         beside = None
         if self.beside:
             like = {"constraint": None, **_zeros(local)}
@@ -89,6 +83,15 @@ class CustomGetter:
         for trio in zip(*map(_slices, (local, center, beside)), strict=False):
             self._trios[trio[0].ref()] = Trio(*trio)
         return local
+
+    def _keep_living(self, center: Variable) -> None:
+        """Protect a new center, and the global step, before an initialiser is made of them."""
+        if v1.executing_eagerly_outside_functions():
+            return
+        step = v1.train.get_global_step()
+        found = [*_slices(center), *([] if step is None else [step])]
+        keep_living([v for v in found if v.ref() not in self._kept], self.worker_device)
+        self._kept.update(v.ref() for v in found)
 
     def trio(self, variable: Variable) -> Trio:
         """Return what belongs to a variable of the worker."""

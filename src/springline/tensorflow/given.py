@@ -11,7 +11,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from springline.run import Run
-from springline.tensorflow.getter import Trio, Variable
+from springline.tensorflow.trio import Trio, Variable
 
 Array = NDArray[Any]
 GradsAndVars = Iterable[tuple[Any, Variable]]

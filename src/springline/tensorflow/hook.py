@@ -9,9 +9,9 @@ import tensorflow as tf
 
 from springline.progress import note_worker
 from springline.tensorflow.cluster import servers_answered, servers_not_needed
-from springline.tensorflow.getter import v1
 from springline.tensorflow.start import Start
 from springline.tensorflow.step import Step, ancestors
+from springline.tensorflow.trio import v1
 
 if TYPE_CHECKING:
     from springline.tensorflow.optimizer import CenterOptimizer
@@ -34,8 +34,9 @@ class CenterHook(v1.train.SessionRunHook):
         self._reached: dict[tuple[str, ...], list[Step]] = {}  # by what is fetched
 
     def begin(self) -> None:
-        """Add what the session needs to the graph."""
-        self._start = Start(self._optimizer)
+        """Add what a session needs to the graph, once: a later one may find it finalized."""
+        self._start = self._optimizer.started = self._optimizer.started or Start(self._optimizer)
+        self._start.begin()
 
     def after_create_session(self, session: Any, coord: Any) -> None:
         """Start from the center."""
@@ -80,5 +81,6 @@ class CenterHook(v1.train.SessionRunHook):
         key = tuple(element.name for element in elements)
         if key not in self._reached:
             operations = ancestors(elements)
-            self._reached[key] = [s for s in self._optimizer._steps if s.count.op in operations]
+            steps = (s for s in self._optimizer._steps if s.stands_alone)  # the rest do it all
+            self._reached[key] = [s for s in steps if s.count.op in operations]
         return self._reached[key]

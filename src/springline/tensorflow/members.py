@@ -14,8 +14,8 @@ from typing import Any
 import tensorflow as tf
 
 from springline.center.waiting import WARN_EVERY, wait_until
-from springline.tensorflow.getter import v1
 from springline.tensorflow.shards import DeviceShard, Tensor, after, direct, only_if
+from springline.tensorflow.trio import v1
 
 _raw = tf.raw_ops
 FIRST_PAUSE, LONGEST_PAUSE = 50e-6, 5e-3  # seconds

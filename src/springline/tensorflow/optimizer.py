@@ -19,7 +19,7 @@ import tensorflow as tf
 from springline.checks import at_least_one, is_number, true_or_false
 from springline.rules.rule import Rule
 from springline.tensorflow.eager import EagerCenter
-from springline.tensorflow.getter import CustomGetter, Trio, Variable, v1
+from springline.tensorflow.getter import CustomGetter
 from springline.tensorflow.given import (
     GradsAndVars,
     brief,
@@ -30,10 +30,11 @@ from springline.tensorflow.given import (
     trained,
 )
 from springline.tensorflow.hook import CenterHook
+from springline.tensorflow.living import keep_living
 from springline.tensorflow.outer import OuterOptimizer
 from springline.tensorflow.saver import SwappingSaver
 from springline.tensorflow.shards import Body, Call, DeviceShard, Tensor, Turns, cut, direct
-from springline.tensorflow.start import keep_living
+from springline.tensorflow.start import Start
 from springline.tensorflow.step import (
     StartNote,
     Step,
@@ -44,6 +45,7 @@ from springline.tensorflow.step import (
     refuse_private_counter,
     step_counter,
 )
+from springline.tensorflow.trio import Trio, Variable, v1
 from springline.tensorflow.wrapper import WrappingOptimizer
 
 _in_graphs: WeakValueDictionary[int, CenterOptimizer] = WeakValueDictionary()  # by id
@@ -88,6 +90,7 @@ class CenterOptimizer(WrappingOptimizer):
         self._locking = use_locking
         self._timeout = timeout
         self._steps: list[Step] = []
+        self.started: Start | None = None  # by its first hook
         self._turns = Turns(self.get_name())
         self._eager = EagerCenter(self, num_worker) if eager else None
         self._local_step = step_counter(getter.worker_device)
@@ -145,10 +148,8 @@ class CenterOptimizer(WrappingOptimizer):
                 due = tf.equal(count % self._period, 0)
                 exchanged = exchange_if(due, shards, self._exchange, self._reach, self._note)
             self._steps.append(Step(count, exchanged, exchange, feeds))
-            shared = [trio.center for trio in trios] + (
-                self.outer.variables() if self.outer else []
-            )
-            keep_living([*shared, *([] if global_step is None else [global_step])], worker)
+            late = self.outer.variables() if self.outer else []  # the centers are kept already
+            keep_living([*late, *([] if global_step is None else [global_step])], worker)
             # Not an identity, which TensorFlow would leave out: then feeding would not prune.
             return tf.group(count, tf.raw_ops.DeepCopy(x=exchanged), name=scope)
 
@@ -156,7 +157,7 @@ class CenterOptimizer(WrappingOptimizer):
         """Return the operation that sets every variable of the worker to the center."""
         if self._eager:
             raise no_meaning("get_init_op")
-        with v1.name_scope(f"{self.get_name()}_init"):
+        with v1.name_scope(f"{self.get_name()}_init"), tf.control_dependencies(None):
             done = [self._note.note()]
             for shard in cut(self._getter.trios(), None):
                 for trio, c in zip(shard.trios, direct(shard, shard.read), strict=True):

@@ -16,8 +16,8 @@ from typing import Any
 import tensorflow as tf
 
 from springline.rules import SGD, Adagrad, Adam, Momentum, Outer
-from springline.tensorflow.getter import Variable, v1
 from springline.tensorflow.private import prepare_once, settings_of
+from springline.tensorflow.trio import Variable, v1
 
 Tensor = Any
 
@@ -36,6 +36,7 @@ class OuterOptimizer:
         self._name = name
         self._locking = use_locking
         self._prepared = opt
+        self._fed: dict[Any, Tensor] = {}  # by placeholder, what the step computes
         self._twins: dict[Any, tuple[Variable, Any]] = {}  # by the center's reference
 
     def prepare(self) -> None:
@@ -55,8 +56,9 @@ class OuterOptimizer:
         prepared, self._prepared = self._prepared, _twin(self._prepared, self._locking)
         rates: dict[Any, tuple[Tensor, Tensor]] = {}
         _replace(self._prepared, rates)
+        self._fed = {placeholder.ref(): tensor for placeholder, tensor in rates.values()}
         yield dict(rates.values())
-        self._prepared = prepared
+        self._prepared, self._fed = prepared, {}
 
     def step(self, gradients: Sequence[Tensor], centers: Sequence[Variable]) -> list[Any]:
         """Return operations that take one step of each center."""
@@ -67,7 +69,7 @@ class OuterOptimizer:
             self._twins[center.ref()] = center, _twin(self._prepared, self._locking)
         _, twin = self._twins[center.ref()]
         _give_rates(self._prepared, twin)
-        with _named_after(center):
+        with _named_after(center, self._fed):
             return twin.apply_gradients([(gradient, center)])
 
     def variables(self) -> list[Variable]:
@@ -83,11 +85,14 @@ class OuterOptimizer:
         ]
 
     def older_names(self, name: str, keys: Collection[str]) -> list[str]:
-        """Return what an older checkpoint calls a variable that is no slot.
+        """Return what an older checkpoint calls a variable of this state.
 
-        It had one for each server, with equal values, named after scopes and locks, such as
+        A slot's name began with the variable scope that it was made in. Of other variables it had
+        one for each server, with equal values, named after scopes and locks, such as
         `tower/AGNOptimizer/critical_section_execute_1/beta1_power`.
         """
+        if any(name == slot.op.name for slot in self.slots()):
+            return [key for key in keys if key.endswith(f"/{name}")]
         last = re.escape(name.rpartition("/")[2].replace("decay", "beta"))
         scope = rf"({re.escape(self._name)}|critical_section_execute)(_\d+)?"
         older = re.compile(rf"(.+/)?{scope}/{last}(_\d+)?")
@@ -121,12 +126,18 @@ _OUTERS: dict[type, Callable[..., Outer]] = {
 
 
 @contextmanager
-def _named_after(center: Variable) -> Iterator[None]:
-    """Whatever is made here is named after a center, whatever scope this is in."""
+def _named_after(center: Variable, fed: dict[Any, Tensor]) -> Iterator[None]:
+    """Whatever is made here is named after a center, whatever scope this is in.
+
+    What starts from a placeholder (Adam's powers, if β is a tensor) starts from the step's tensor.
+    """
     base = center.op.name
 
     def named(next_creator: Any, **kwargs: Any) -> Variable:
         name = kwargs.pop("name")
+        start = kwargs.get("initial_value")
+        if isinstance(start, tf.Tensor):
+            kwargs["initial_value"] = fed.get(start.ref(), start)
         _, within, slot = name.rpartition(f"{base}/")  # a slot is named so, inside the scope
         with v1.name_scope(None):
             return next_creator(name=f"{base}/{slot if within else _newer(name)}", **kwargs)

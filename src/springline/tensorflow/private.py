@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from springline.tensorflow.getter import v1
+from springline.tensorflow.trio import v1
 
 # An optimizer's settings, the learning rate first.
 SETTINGS: dict[type, tuple[str, ...]] = {

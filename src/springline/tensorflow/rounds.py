@@ -24,9 +24,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from springline.tensorflow.getter import v1
 from springline.tensorflow.members import Members, Table
 from springline.tensorflow.shards import DeviceShard, Tensor, Turn, after, only_if
+from springline.tensorflow.trio import v1
 
 _raw = tf.raw_ops
 # The last round that was closed, the one that is open, and the last that anything was added for:

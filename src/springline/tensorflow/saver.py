@@ -8,10 +8,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from springline.tensorflow.getter import Variable, v1
 from springline.tensorflow.given import variables
 from springline.tensorflow.outer import OuterOptimizer
 from springline.tensorflow.private import whole_name
+from springline.tensorflow.trio import Variable, v1
 
 _log = logging.getLogger("springline")
 
@@ -59,14 +59,13 @@ class JoiningSaver(v1.train.Saver):
         self._alive = alive
         self._before = before
         state = [v for outer in outers for v in outer.variables()]
-        slots = {v.ref() for outer in outers for v in outer.slots()}
         self._state = _by_name(state)
-        self._scalars = [
-            (outer, v) for outer in outers for v in outer.variables() if v.ref() not in slots
+        self._renamed = [  # since older versions; slices had no name that could be found again
+            (outer, v) for outer in outers for v in outer.variables() if whole_name(v) is None
         ]
         self._fresh = v1.variables_initializer(state)
-        scalars = [v for _, v in self._scalars]
-        self._but_scalars = _saver_without(scalars, **kwargs) if scalars else self
+        renamed = [v for _, v in self._renamed]
+        self._but_renamed = _saver_without(renamed, **kwargs) if renamed else self
         self._but_state = _saver_without(state, **kwargs) if state else self
 
     def save(self, sess: Any, *args: Any, **kwargs: Any) -> Any:
@@ -85,12 +84,13 @@ class JoiningSaver(v1.train.Saver):
         saved = tf.train.load_checkpoint(save_path)
         keys = saved.get_variable_to_shape_map().keys()
         missing = self._state.keys() - keys
-        older = {v.op.name: self._older(saved, outer, v, keys) for outer, v in self._scalars}
         if not missing:
             super().restore(sess, save_path)
-        elif missing <= older.keys() and None not in older.values():
-            self._but_scalars.restore(sess, save_path)
-            for _, v in self._scalars:
+            return
+        older = {v.op.name: self._older(saved, outer, v, keys) for outer, v in self._renamed}
+        if missing <= older.keys() and all(value is not None for value in older.values()):
+            self._but_renamed.restore(sess, save_path)
+            for _, v in self._renamed:
                 sess.run(v.initializer, {v.initial_value: older[v.op.name]})
         else:
             _log.warning(
@@ -102,9 +102,11 @@ class JoiningSaver(v1.train.Saver):
             sess.run(self._fresh)
 
     def _older(self, saved: Any, outer: Any, v: Variable, keys: Collection[str]) -> Any:
-        """Return what an older checkpoint has for a variable; None if it is not unambiguous."""
-        values = {saved.get_tensor(key).item() for key in outer.older_names(v.op.name, keys)}
-        return values.pop() if len(values) == 1 else None
+        """Return what a checkpoint has for a variable; None if its name is not unambiguous."""
+        names = [v.op.name] if v.op.name in keys else outer.older_names(v.op.name, keys)
+        values = [saved.get_tensor(name) for name in names]
+        same = bool(values) and all((value == values[0]).all() for value in values)
+        return values[0] if same else None
 
 
 def _saver_without(left_out: Sequence[Variable], **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from springline.tensorflow.getter import Trio, Variable, v1
+from springline.tensorflow.trio import Trio, Variable, v1
 
 Tensor = Any
 _COLLECTIONS = "critical_sections", "critical_section_executions"

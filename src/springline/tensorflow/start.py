@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from springline.tensorflow.getter import Variable, v1
+from springline.tensorflow.living import initialize_new
 from springline.tensorflow.members import Table, pause
-from springline.tensorflow.private import replace_initializer
 from springline.tensorflow.saver import JoiningSaver
 from springline.tensorflow.shards import Tensor, after, direct, only_if
 from springline.tensorflow.step import ancestors, is_elsewhere
+from springline.tensorflow.trio import Variable, v1
 
 if TYPE_CHECKING:
     from springline.tensorflow.optimizer import CenterOptimizer
@@ -50,7 +50,6 @@ class Start:
         mark = Mark(optimizer)
         self._init = [each._init_op() for each in all_]
         self._after = [initialize_new(own), mark.put()]
-        self._joined = False
         if not v1.get_collection(keys.INIT_OP):
             v1.add_to_collection(keys.INIT_OP, initialize_new(_without(variables, late)))
         if not v1.get_collection(keys.SAVERS):
@@ -63,6 +62,10 @@ class Start:
             needed = [*others, *v1.local_variables()]
             v1.add_to_collection(keys.READY_OP, v1.report_uninitialized_variables(needed))
 
+    def begin(self) -> None:
+        """Expect a new session."""
+        self._joined = False
+
     def join(self, session: Any) -> None:
         """Set the worker to the center, and then what may start from the worker's variables."""
         session.run(self._init)
@@ -73,29 +76,6 @@ class Start:
         """Join if no session has: TensorFlow saves new variables before the hook's turn."""
         if not self._joined:
             self.join(session)
-
-
-def initialize_new(variables: Sequence[Variable]) -> Any:
-    """Return an operation that initialises those variables that are not."""
-
-    def unless_initialized(v: Any) -> Any:
-        is_new = ~v1.is_variable_initialized(v)
-        known = v.shape.is_fully_defined()  # else any shape will do (`validate_shape=False`)
-        return only_if(is_new, lambda: after([v1.assign(v, v.initial_value, validate_shape=known)]))
-
-    return tf.group(*map(unless_initialized, variables))
-
-
-def keep_living(variables: Sequence[Variable], worker_device: str) -> None:
-    """Let initialisers leave variables on the servers alone that are initialised.
-
-    A session that is chief by default, or a script that runs `global_variables_initializer` in
-    every worker, would reset the center that others train.
-    """
-    for v in variables:
-        if is_elsewhere(v.device, worker_device):
-            with tf.control_dependencies(None), v1.device(v.device):
-                replace_initializer(v, initialize_new([v]))
 
 
 class Mark:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import tensorflow as tf
 
-from springline.tensorflow.getter import Variable, v1
 from springline.tensorflow.members import Table
 from springline.tensorflow.private import inside_old_control_flow
 from springline.tensorflow.shards import (
@@ -24,6 +24,9 @@ from springline.tensorflow.shards import (
     only_if,
     remote,
 )
+from springline.tensorflow.trio import Variable, v1
+
+_GIVEN = ("Placeholder", "PlaceholderWithDefault", "IteratorGetNext")  # by a run
 
 
 @dataclass
@@ -34,6 +37,17 @@ class Step:
     exchanged: Tensor  # fed by the hook, so that the run is without the exchange
     exchange: Any  # what the hook runs
     feeds: dict[Any, Tensor]  # by what is fed then, what the step computes
+
+    @cached_property
+    def stands_alone(self) -> bool:
+        """Whether the exchange needs nothing that a run of its own does not have.
+
+        An optimizer of the user's may read a placeholder or an iterator as it applies gradients.
+        """
+        if not isinstance(self.exchange, tf.Tensor | tf.Operation):
+            return True
+        fed = {placeholder.op for placeholder in self.feeds}
+        return not any(op.type in _GIVEN and op not in fed for op in ancestors([self.exchange]))
 
 
 def step_counter(worker_device: str) -> Variable:

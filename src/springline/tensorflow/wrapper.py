@@ -8,7 +8,6 @@ from typing import Any
 import tensorflow as tf
 
 from springline.tensorflow.eager import EagerCenter
-from springline.tensorflow.getter import Variable, v1
 from springline.tensorflow.given import (
     GradsAndVars,
     brief,
@@ -20,6 +19,7 @@ from springline.tensorflow.given import (
     variables,
 )
 from springline.tensorflow.private import restore_slot
+from springline.tensorflow.trio import Variable, v1
 
 
 class WrappingOptimizer(v1.train.Optimizer, tf.train.experimental.PythonState):
