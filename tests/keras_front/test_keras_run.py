@@ -112,6 +112,17 @@ def test_a_worker_that_is_killed_makes_the_rest_of_its_steps(launch, run, case):
     assert int(made) <= count * STEPS - reached
 
 
+def test_a_worker_that_stops_early_waits_for_the_center_of_all(launch, run, directory):
+    ended(launch("jax", SCRIPT, "early", 0.03))
+    assert run.steps() == [2 * STEPS, 5 * STEPS]
+    assert "final True" in run.log(0)
+    assert "final False" in run.log(1)
+    center = load_file(directory / "center.safetensors").values()
+    flat = np.sort(np.concatenate([c.ravel() for c in center]))
+    for rank in range(2):
+        np.testing.assert_array_equal(np.sort(np.load(directory / f"model-{rank}.npy")), flat)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_a_backup_does_not_change_the_steps(launch, run, order):

@@ -251,7 +251,8 @@ class CenterCallback(keras.callbacks.Callback):  # type: ignore[misc]
             self._holds_center = True  # what is exchanged is the worker's own from here on
         worker.finish()
         self._write_extras(worker)
-        self.final = progress.wait_for_all(worker, self._timeout, self._first + self._made)
+        # Not the steps that it has made: it may have stopped early, and the others go on.
+        self.final = progress.wait_for_all(worker, self._timeout, self._first + self._total())
         self._weights.write(worker.center.values())
         if self._observed:
             self._observed.rest()
