@@ -64,7 +64,7 @@ class WorkerArrays:
         self.rule = rule
         self.layout = layout
         self.local = Local(layout, rule, allocate)
-        wide = layout.views(self.local.x)
+        wide = self._x = layout.views(self.local.x)
         narrow = {e.name: e.dtype for e in layout.entries if e.dtype != e.center_dtype}
         # float16 parameters train in their own dtype and are widened for an exchange.
         self._narrow = {name: (np.empty_like(values[name]), wide[name]) for name in narrow}
@@ -108,16 +108,18 @@ class WorkerArrays:
         self._hooks[1]()
 
     def note_rounded(self, name: str, held: Array) -> None:
-        """Take what is left of a tensor's `x` in half precision: rounding is no step of its own.
+        """Take what is left of the worker's `x` in half precision: rounding is no step of its own.
 
         A rule that measures from `base` would take it for one, and the center could not leave the
         values that half precision has.
         """
-        x = self.layout.views(self.local.x)[name]
         if self.rule.measures_from_base and name in self.parameters:
-            with np.errstate(all="ignore"):  # what is not finite is refused when it is sent
-                self._base[name] += held - x
-        np.copyto(x, held)
+            x = self._x[name]
+            with np.errstate(all="ignore"):
+                lost = held - x
+            lost[~np.isfinite(lost)] = 0  # that is refused when it is sent
+            self._base[name] += lost
+            np.copyto(x, held)
 
     def observe(self, gradients: MutableMapping[str, Array]) -> None:
         """Show the rule this step's gradients, before the inner optimizer uses them.

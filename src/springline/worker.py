@@ -262,6 +262,7 @@ class Worker(WorkerArrays):
 
     def exchange(self) -> None:
         """Exchange with the center now."""
+        self._check_goes_on()
         before = list(self.exchanged_at)
         with deferred():
             self.gather()
@@ -286,12 +287,6 @@ class Worker(WorkerArrays):
         Returns:
             False if the worker is to take the center instead.
         """
-        if self.finished and self.member.left:
-            raise FinishedError(
-                f"Rank {self.rank} has finished and left the center: `finish()` or `final()` was "
-                "called before its last step. Call it once, after the training loop. To evaluate "
-                "the center in between, use `with opt.center_weights():`."
-            )
         if self.missed:
             return False
         start, fragment = time.perf_counter(), self.fragment
@@ -323,6 +318,7 @@ class Worker(WorkerArrays):
 
     def hand_over(self, into: Local) -> None:
         """Copy all that an exchange needs beside `x` and `a`, and accumulate from 0 again."""
+        self._check_goes_on()
         self.check_observed(self.fragment)
         self._mark_exchanged(into)
         into.gradients[:] = self.local.gradients
@@ -375,6 +371,14 @@ class Worker(WorkerArrays):
     def unexchanged(self) -> int:
         """How many steps are not in the center yet, or not all of them."""
         return self.local_step - min(self.exchanged_at)
+
+    def _check_goes_on(self) -> None:
+        if self.finished and self.member.left:
+            raise FinishedError(
+                f"Rank {self.rank} has finished and left the center: `finish()` or `final()` was "
+                "called before its last step. Call it once, after the training loop. To evaluate "
+                "the center in between, use `with opt.center_weights():`."
+            )
 
     def _mark_exchanged(self, local: Local) -> None:
         self.exchanged_at[self.fragment] = self.local_step

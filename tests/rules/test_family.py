@@ -105,7 +105,6 @@ def test_without_rounds_long_periods_have_no_momentum(period, right):
     ("settings", "words"),
     [
         ({"period": 10, "fragments": 3}, "multiple of the number of fragments, 3"),
-        ({"period": Warmup(4, then=5), "fragments": 2}, "multiple of the number of fragments, 2"),
         ({"period": 10, "fragments": 2, "delay": 5}, "below the steps between two exchanges, 5"),
         ({"period": Warmup(5, then=10), "delay": 1}, "needs a constant `period`"),
         ({"delay": -1}, "`delay` must be an integer >= 0"),

@@ -281,4 +281,5 @@ def test_an_exchange_that_needs_what_is_fed_is_made_in_the_step():
             model.step({made[0]: 0.1})
         found.append(model.values())
         assert found[-1]["global_step"] == 2
+        assert not hook or model.hook.local_step == 4
     close(found[0]["center"]["v"], found[1]["center"]["v"], 1e-6)

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch_training import RULES, center, loss_of, near, network, same, train, weights, wrap
 
-from springline import outer
+from springline import NonFiniteError, outer
 from springline.torch import DiLoCoOptimizer
 
 
@@ -238,3 +239,33 @@ def test_rounding_to_half_precision_is_no_step(dtype):
             model.w += ulp
     opt.worker.exchange()
     torch.testing.assert_close(center(opt)["w"], torch.full((3,), 1 + 0.25 * 40 * ulp))
+
+
+def test_evaluating_half_precision_changes_nothing(tmp_path):
+    ends = []
+    for evaluates in (False, True):
+        model = Bag(w=torch.ones(3, dtype=torch.bfloat16))
+        opt = DiLoCoOptimizer(sgd(model, 0.0), model=model, period=2, outer=outer.SGD(0.25))
+        for _ in range(6):
+            step(model, opt)
+            with torch.no_grad():
+                model.w += 2**-7
+            if evaluates:
+                with opt.center_weights():
+                    opt.save_center(tmp_path / "c")
+                assert torch.equal(load_file(tmp_path / "c")["w"], center(opt)["w"])
+        ends.append((center(opt)["w"], model.w.detach().clone()))
+    assert torch.equal(ends[0][0], ends[1][0])
+    assert torch.equal(ends[0][1], ends[1][1])
+
+
+def test_half_precision_recovers_from_nan():
+    model = Bag(w=torch.ones(3, dtype=torch.bfloat16))
+    opt = DiLoCoOptimizer(sgd(model, 0.0), model=model, period=1)
+    step(model, opt)
+    model.w.data[1] = torch.inf
+    with pytest.raises(NonFiniteError):
+        opt.worker.exchange()
+    model.w.data.fill_(1.5)
+    opt.worker.exchange()
+    assert torch.isfinite(center(opt)["w"]).all()

@@ -114,7 +114,7 @@ class Layout:
         fragments: Fragments = 1,
         other_names: Mapping[str, str | None] | None = None,
     ) -> Layout:
-        """Lay out a model.
+        """Lay out a model. `other_names` are for lists of fragments; see `fragment_of`.
 
         >>> layout = Layout.of({"w": np.zeros((3, 2), "float16"), "b": np.zeros(2)})
         >>> [(e.name, e.center_dtype, e.offset) for e in layout.entries], layout.nbytes

@@ -251,8 +251,9 @@ class CenterCallback(keras.callbacks.Callback):  # type: ignore[misc]
             self._holds_center = True  # what is exchanged is the worker's own from here on
         worker.finish()
         self._write_extras(worker)
-        # Not the steps that it has made: it may have stopped early, and the others go on.
-        self.final = progress.wait_for_all(worker, self._timeout, self._first + self._total())
+        # Others go on if this one has stopped early.
+        steps = self._first + (self._total() if self._length else self._made)
+        self.final = progress.wait_for_all(worker, self._timeout, steps)
         self._weights.write(worker.center.values())
         if self._observed:
             self._observed.rest()

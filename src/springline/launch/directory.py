@@ -94,7 +94,7 @@ class RunDirectory:
     def abandon(self) -> None:
         """Release the directory of a run that could not start; remove it if it was made for it."""
         with contextlib.suppress(OSError):  # it is not empty
-            if self._made:
+            if self._made:  # else another launcher may have the file open
                 (self.path / LOCK).unlink()
                 self.path.rmdir()
             if self._new:

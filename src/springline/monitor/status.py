@@ -75,7 +75,7 @@ class StatusReader:
         self.directory = Path(directory)
         self._center = CenterReader(self.directory / "center")
         self._ranks: dict[int, RankReader] = {}
-        self._joined: dict[int, float] = {}  # when those that have been members were started
+        self._joined: dict[int, float] = {}  # when those that it saw as members were started
 
     def read(self) -> Status:
         """Read the state now."""

@@ -30,7 +30,7 @@ from springline.checks import at_least_one
 from springline.errors import SettingsError
 from springline.rules.fragments import Fragments
 from springline.rules.outer import Exchange, Outer
-from springline.rules.period import Gaps, Period, check, described, typical
+from springline.rules.period import Gaps, Period, check, described
 
 Array = NDArray[Any]
 
@@ -65,7 +65,7 @@ class Rule(ABC):
             at_least_one("fragments", self.fragments, "Or give lists of parameters' names.")
         elif not self.fragments:
             raise SettingsError("`fragments` must not be empty. Leave it out for one fragment.")
-        if (typical(self.period) or 0) % self.fragment_count:
+        if not callable(self.period) and self.period % self.fragment_count:
             raise SettingsError(
                 f"`period` must be a multiple of the number of fragments, {self.fragment_count}: "
                 f"one is exchanged every period/fragments steps. Received: period={self.period}."

@@ -51,7 +51,8 @@ class CenterHook(v1.train.SessionRunHook):
         if not steps:
             return None
         seen = [(step.count, list(step.feeds.values())) for step in steps]
-        return v1.train.SessionRunArgs(seen, {step.exchanged: 0 for step in steps})
+        alone = [step for step in steps if step.stands_alone]  # the others exchange in this run
+        return v1.train.SessionRunArgs(seen, {step.exchanged: 0 for step in alone})
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
         """Exchange if it is due."""
@@ -60,7 +61,7 @@ class CenterHook(v1.train.SessionRunHook):
         steps = self._steps_in(run_context)
         for step, (count, values) in zip(steps, run_values.results, strict=True):
             self.local_step = int(count)
-            if count % self._optimizer._period == 0:
+            if step.stands_alone and count % self._optimizer._period == 0:
                 feed = dict(zip(step.feeds, values, strict=True))
                 self._optimizer.exchange_in(run_context.session, step.exchange, feed)
 
@@ -81,6 +82,5 @@ class CenterHook(v1.train.SessionRunHook):
         key = tuple(element.name for element in elements)
         if key not in self._reached:
             operations = ancestors(elements)
-            steps = (s for s in self._optimizer._steps if s.stands_alone)  # the rest do it all
-            self._reached[key] = [s for s in steps if s.count.op in operations]
+            self._reached[key] = [s for s in self._optimizer._steps if s.count.op in operations]
         return self._reached[key]

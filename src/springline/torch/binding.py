@@ -77,10 +77,15 @@ class Binding:
                 self._bound[name] = view.data_ptr()
             else:
                 p.detach().copy_(view)
-                if p.dtype != view.dtype:
-                    self._worker.note_rounded(name, p.detach().to("cpu", view.dtype).numpy())
         for staged, b in self._staged_buffers():
             b.copy_(staged)
+
+    def note_rounding(self) -> None:
+        """Tell the worker what half precision has left of its own values."""
+        for name, p in self.parameters.items():
+            view = self._views[name]
+            if p.dtype != view.dtype and self._worker.rule.measures_from_base:
+                self._worker.note_rounded(name, view.to(p.dtype).to(view.dtype).numpy())
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the parameters and the buffers that are in the center, by name."""

@@ -96,6 +96,7 @@ class CenterOptimizer(CenterReader):
         if isinstance(center, Collective):
             note_center(self.worker, center.directory)
         self.binding = Binding(self.worker, parameters, self._model)
+        self.binding.note_rounding()
         self._entries = {id(p): self.worker.layout.index[n] for n, p in parameters.items()}
         local = self.worker.local
         kept = local.base if self.worker.rule.penalizes else local.a  # what a step looks at
@@ -148,6 +149,7 @@ class CenterOptimizer(CenterReader):
     def _scatter(self) -> None:
         """Bring what an exchange has changed to where it is used."""
         self.binding.scatter()
+        self.binding.note_rounding()
         self._after_exchange()
 
     # What the rules do differently.
