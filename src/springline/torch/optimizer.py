@@ -73,8 +73,19 @@ class CenterOptimizer(CenterReader):
             # Nobody else does; after what comes next.
             atexit.register(center.retire_at_exit, self.worker.rank)
         if not isinstance(center, LocalCenter):
+            self._warn_of_no_names()
             atexit.register(self._at_exit)
             note_optimizer(self)
+
+    def _warn_of_no_names(self) -> None:
+        """Say once that the saved center will not fit the model, if that is so."""
+        named = all("param_names" in group for group in self.param_groups)
+        if self._model is None and not named and self.worker.rank == 0:
+            _log.warning(
+                "`model=` was not given: the center and its file call the parameters by numbers, "
+                "such as %r, and have no BatchNorm statistics. Pass the model.",
+                next(iter(self.worker.parameters)),
+            )
 
     def _attach(self, run: runs.Run, center: Center | MakeCenter | str | Path | None) -> None:
         """Make the worker and give the model's tensors their places in its flat buffers."""
