@@ -252,11 +252,12 @@ def _draw_place(plan: Plan, records: Records, where: Where, left: Any, right: An
             label = SYSTEMS[row.system].title
             left.plot(run.seconds, run.losses, label=label, **style)
             right.plot([sent / 1e6 for sent in run.sent], run.losses, **style)
-    for panel, words in ((left, "seconds"), (right, "MB sent and received by a worker")):
+    axes = (left, "seconds", 60), (right, "MB sent and received by a worker", 400)
+    for panel, words, share in axes:
         panel.axhline(target, color="#444444", linewidth=0.8, linestyle="--")
         panel.set(title=link, xlabel=words, ylabel="nats per character", xscale="log")
         panel.grid(color="#e4e4e4", linewidth=0.8)
-        panel.set_xlim(left=panel.get_xlim()[1] / 60)
+        panel.set_xlim(left=panel.get_xlim()[1] / share)
         panel.xaxis.set_minor_formatter(NullFormatter())
         if math.isfinite(highest) and highest > 0:
             panel.set_ylim(top=highest)
