@@ -7,6 +7,8 @@ import pytest
 from launched import TRAINING, alive, wait_for
 from safetensors.numpy import load_file
 
+from springline.launch.process import WorkerProcess
+
 
 def test_ctrl_c_saves_the_center_and_the_run_can_go_on(train, command, run):
     stopped = train("average", 1000, 0.02)
@@ -110,3 +112,13 @@ def test_a_script_can_ask_all_workers_to_stop(command, script, run):
     ran = command("run", "--run", run.path, "--workers", 3, path)
     assert ran.process.returncode == 0
     assert [w.state for w in run.state.workers] == ["finished"] * 3
+
+
+def test_a_signal_to_a_worker_that_has_just_ended_changes_nothing(tmp_path):
+    """It ends on its own between two looks, while the launch is being stopped."""
+    worker = WorkerProcess(["-c", "raise SystemExit(3)"], tmp_path, 0, os.environ)
+    worker.start()
+    os.waitid(os.P_PID, worker.entry.pid, os.WEXITED | os.WNOWAIT)
+    worker.send(signal.SIGINT)
+    assert worker.look()
+    assert worker.entry.exit_code == 3

@@ -217,9 +217,10 @@ class WorkerProcess(Task):
         return True
 
     def send(self, number: signal.Signals) -> None:
-        """Send it a signal."""
+        """Send it a signal, also if it has just ended: only `look` reaps it (Popen's would)."""
         if self._process is not None:
-            self._process.send_signal(number)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self._process.pid, number)
 
     def kill(self) -> None:
         """Kill it and all that it has started."""
