@@ -37,7 +37,7 @@ def layouts(draw):
 @given(layouts(), st.booleans(), st.booleans(), st.sampled_from([64, 256, 4096]))
 def test_shards_and_blocks_tile_the_model_exactly_once(model, whole, elementwise, size):
     with mock.patch.object(layout, "BLOCK", size):
-        shards = list(model.shards(whole))
+        shards = list(model.shards(whole, elementwise))
         blocks = [list(model.blocks(shard, whole, elementwise)) for shard in shards]
     for ranges in (shards, [block for shard in blocks for block in shard]):
         times = np.zeros(model.nbytes, int)
@@ -58,7 +58,7 @@ def test_shards_and_blocks_tile_the_model_exactly_once(model, whole, elementwise
 @given(layouts(), st.booleans(), st.sampled_from([64, 256]))
 def test_whole_shards_and_blocks_cross_no_parameter(model, elementwise, size):
     with mock.patch.object(layout, "BLOCK", size):
-        for shard in model.shards(whole=True):
+        for shard in model.shards(True, elementwise):
             for block in model.blocks(shard, True, elementwise):
                 if block.kind == "buffer":
                     assert block.entry is None

@@ -21,6 +21,7 @@ from springline.worker import Worker
 
 # Columns of the board, a mapped file with a row per rank. The last row's DONE asks all to stop.
 PROCESS, LONGEST, DONE, BUSY, CHILDREN, COLUMNS = range(6)
+ORPHANS = 40  # at most about so many at a time: each keeps a copy of its worker's memory
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -87,7 +88,7 @@ def main(home, rule, locking):
     # The children that killed workers leave behind become ours to wait for.
     assert ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     leash, held = os.pipe()  # the workers' children live until the last writer is gone
-    workers = set()
+    workers, reaped = set(), 0
     print("ready", flush=True)
     for line in sys.stdin:
         command, *arguments = line.split()
@@ -104,6 +105,9 @@ def main(home, rule, locking):
         else:
             answer = os.waitpid(number, 0)[1]
             workers.discard(number)
+            reaped += 1
+            if reaped > ORPHANS:
+                os.write(held, b".")  # one of them reads it, and ends
         print(answer, flush=True)
     for worker in workers:
         os.kill(worker, 9)
