@@ -13,7 +13,7 @@ from springline.center.plan import Plan
 from springline.errors import CenterError, DamagedError
 from springline.sealed import read_json, reading, write_json
 
-FORMAT = 4
+FORMAT = 5
 LAYOUT_NAME = "layout.json"
 
 

@@ -162,11 +162,14 @@ class Layout:
         for entry in self.entries:
             np.copyto(entry.view(buffer), np.asarray(values[entry.name]), casting="same_kind")
 
-    def shards(self, whole: bool, count: int = SHARDS) -> Iterator[ByteRange]:
+    def shards(
+        self, whole: bool, elementwise: bool = False, count: int = SHARDS
+    ) -> Iterator[ByteRange]:
         """Cut the buffer into shards, each of one dtype and kind.
 
         Args:
-            whole: cut at the boundaries of parameters only, as outer optimizers need it.
+            whole: cut between blocks only that cross no boundary of a parameter.
+            elementwise: a parameter may be cut into several blocks.
             count: about how many, at most.
         """
         target = max(self.nbytes // count, BLOCK)
@@ -176,7 +179,10 @@ class Layout:
             last = others[-1] if others else first
             start, stop = first.offset, last.offset + last.nbytes
             if whole and first.kind == "parameter":
-                cuts = _cuts_between([e.offset for e in others], start, target)
+                step = BLOCK if elementwise else self.nbytes
+                ends = [(e.offset, e.offset + e.nbytes) for e in (first, *others)]
+                starts = [at for begin, end in ends for at in range(begin, end, step)]
+                cuts = _cuts_between(starts[1:], start, target)
             else:
                 pieces = max(round((stop - start) / target), 1)
                 size = -(-(stop - start) // pieces // ALIGNMENT) * ALIGNMENT
@@ -188,7 +194,7 @@ class Layout:
         """Cut a shard into blocks that stay in cache.
 
         Args:
-            shard: one of `shards(whole)`.
+            shard: one of `shards`.
             whole: no block crosses the boundary of a parameter, and each knows its own.
             elementwise: a parameter may be cut into several blocks.
         """
@@ -197,12 +203,11 @@ class Layout:
                 yield replace(shard, start=start, stop=min(start + BLOCK, shard.stop))
             return
         for index, e in enumerate(self.entries):
-            if shard.start <= e.offset < shard.stop and e.kind == "parameter" and e.nbytes:
-                end = e.offset + e.nbytes
-                step = BLOCK if elementwise else e.nbytes
-                for at in range(e.offset, end, step):
-                    stop = min(at + step, end)
-                    yield replace(shard, start=at, stop=stop, entry=index)
+            start, end = max(e.offset, shard.start), min(e.offset + e.nbytes, shard.stop)
+            if e.kind == "parameter" and start < end:
+                step = BLOCK if elementwise else end - start
+                for at in range(start, end, step):
+                    yield replace(shard, start=at, stop=min(at + step, end), entry=index)
 
     def entry_at(self, offset: int) -> Entry:
         """Return the tensor that holds that byte."""

@@ -122,7 +122,7 @@ class Plan:
     @cached_property
     def shards(self) -> tuple[ByteRange, ...]:
         """The layout's shards."""
-        return tuple(self.layout.shards(self.by_entry))
+        return tuple(self.layout.shards(self.by_entry, self.cut))
 
     @cached_property
     def fragments(self) -> tuple[tuple[int, ...], ...]:

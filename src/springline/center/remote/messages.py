@@ -160,7 +160,7 @@ def cut(plan: Plan, count: int) -> list[list[ByteRange]]:
 
     Fewer, if the model is too small, or if parameters must stay whole.
     """
-    shards = list(plan.layout.shards(plan.by_entry, _FINER * count))
+    shards = list(plan.layout.shards(plan.by_entry, count=_FINER * count))
     total = sum(shard.stop - shard.start for shard in shards)
     parts: list[list[ByteRange]] = [[] for _ in range(count)]
     before = 0
