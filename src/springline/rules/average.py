@@ -43,5 +43,6 @@ class ModelAverage(Rule):
         return x
 
     def adopt(self, x: Array, base: Array, c: Array, work: Array) -> None:
-        """`x ← c`."""
-        np.copyto(x, c)
+        """`x ← c`, which it is already where the center follows."""
+        if not self.follows:
+            np.copyto(x, c)
