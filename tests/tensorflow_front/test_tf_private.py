@@ -113,6 +113,12 @@ def test_get_control_flow_context():
     assert seen == [False, True, True]
 
 
+def test_graph():
+    with tf.Graph().as_default() as graph:
+        manager = v1.train.SessionManager()
+    assert kept(manager, "_graph") is graph is private.graph_of(manager)
+
+
 @pytest.mark.parametrize("resource", [True, False], ids=["resource", "reference"])
 def test_save_slice_info(resource):
     with tf.Graph().as_default(), v1.variable_scope("m", use_resource=resource):
@@ -144,5 +150,5 @@ def test_no_other_file_uses_any():
     names = {file: private_names(tree) for file, tree in files.items()}
     own = {name for _, made in names.values() for name in made} | {"_exit"}  # of `os`
     theirs = {file: read - own for file, (read, _) in names.items() if read - own}
-    found = {"_get_control_flow_context", "_learning_rate", "_lr"}
+    found = {"_get_control_flow_context", "_graph", "_learning_rate", "_lr"}
     assert theirs == {"private.py": found | {"_save_slice_info", "_use_nesterov"}}

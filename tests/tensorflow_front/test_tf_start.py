@@ -36,7 +36,7 @@ def averaged(model):
     return loss
 
 
-def session_of(model, chief, more=(), **options):
+def session_of(model, chief, more=(), hooks=True, **options):
     """A session that is told, or not, whether it is chief; the hook may know otherwise."""
     server = model.servers.servers["worker", model.worker]
     filters = ["/job:ps", f"/job:worker/task:{model.worker}"]
@@ -44,7 +44,7 @@ def session_of(model, chief, more=(), **options):
         return train.MonitoredTrainingSession(
             server.target,
             is_chief=chief,
-            hooks=[model.hook, *more],
+            hooks=[model.hook, *more] if hooks else [],
             config=v1.ConfigProto(device_filters=filters),
             log_step_count_steps=None,
             save_summaries_steps=None,
@@ -251,6 +251,109 @@ def test_a_session_without_the_hook_joins(rule, resource, monitored):
     tf.nest.map_structure(close, first.session.run(shared), state)
     second.step()
     assert second.values()["global_step"] == 4
+
+
+def with_statistics(model):
+    """A variable on the servers that is nobody's parameter, as those of BatchNorm."""
+    loss = bowl(model)
+    model.moving = v1.get_variable(
+        "moving", [], initializer=v1.zeros_initializer(), trainable=False
+    )
+    model.move = v1.assign_add(model.moving, 1.0)
+    assert "job:ps" in model.moving.device
+    return loss
+
+
+def far_away(model):
+    """What an `init_fn` may load: it is for a new center."""
+    center = model.trios[0].center
+    far = v1.assign(center, [9.0] * 3).op
+    return {"init_fn": lambda scaffold, session: session.run(far)}
+
+
+SCAFFOLDS = {
+    "saver": lambda model: {"saver": train.Saver()},
+    "init_op": lambda model: {"init_op": v1.global_variables_initializer()},
+    "init_fn": far_away,
+    "nothing": lambda model: {},
+}
+
+
+@kinds
+@rules
+@pytest.mark.parametrize("hook", [True, False], ids=["hook", "no hook"])
+@pytest.mark.parametrize("given", SCAFFOLDS)
+def test_what_a_scaffold_is_given_leaves_a_living_center_alone(
+    rule, resource, hook, given, tmp_path
+):
+    """A chief came back with its own `Saver`: the center that others train was as it saved it."""
+    servers = Servers(1, 2)
+    options = {"resource": resource, PERIODS[rule]: 1}
+    options |= {"rho": 0.0} if rule == "elastic" else {}
+    folder = None if given.startswith("init") else str(tmp_path)
+
+    def chief(worker):
+        model = Model(servers, rule, worker, 1, sgd, with_statistics, hook, **options)
+        with model.graph.as_default():
+            scaffold = train.Scaffold(**SCAFFOLDS[given](model))
+        start_in_time(model, True, checkpoint_dir=folder, scaffold=scaffold, hooks=hook)
+        if not hook:
+            raw(model.session).run(model.init)
+        return model
+
+    first = chief(0)  # it saves its first step only
+    if given == "init_fn":
+        close(first.values()["center"]["v"], [9.0] * 3)
+    for _ in range(3):
+        first.step()
+    raw(first.session).run(first.move)
+    before = first.values()
+    second = chief(1)
+    found = second.values()
+    assert found["global_step"] == before["global_step"] == 3
+    tf.nest.map_structure(close, found["center"], before["center"])
+    tf.nest.map_structure(close, found["local"], before["center"])
+    assert raw(second.session).run(second.moving) == 1
+
+
+@kinds
+@rules
+def test_a_new_center_is_restored_with_a_saver_of_the_scripts_own(rule, resource, tmp_path):
+    options = {"resource": resource, PERIODS[rule]: 1}
+    saved = []
+    for _ in range(2):
+        model = Model(Servers(1, 1), rule, 0, 1, sgd, bowl, True, **options)
+        with model.graph.as_default():
+            scaffold = train.Scaffold(saver=train.Saver())
+        folder = str(tmp_path)
+        start_in_time(
+            model, True, checkpoint_dir=folder, scaffold=scaffold, save_checkpoint_steps=1
+        )
+        with model.graph.as_default():
+            saved.append(model.values()["global_step"])
+            for _ in range(3):
+                model.step()
+            model.session.close()
+    assert saved == [0, 3]
+
+
+@rules
+def test_a_variable_on_a_workers_own_device_without_the_hook(rule):
+    """TensorFlow waits for the chief to initialise it, which cannot, and says nothing."""
+    servers = Servers(1, 2)
+    Model(servers, rule, 0, 2, sgd, bowl, **{PERIODS[rule]: 100}).start()
+
+    def scaled(model):
+        with v1.device(model.getter.worker_device):
+            model.scale = v1.get_variable("scale", initializer=8.0, trainable=False)
+        return bowl(model)
+
+    model = Model(servers, rule, 1, 2, sgd, scaled, **{PERIODS[rule]: 100})
+    start_in_time(model, hooks=False)
+    assert raw(model.session).run(model.scale) == 8
+    model = Model(servers, rule, 1, 2, sgd, averaged, **{PERIODS[rule]: 100})
+    with pytest.raises(RuntimeError, match=r"ExponentialMovingAverage.*make_session_run_hook"):
+        start_in_time(model, hooks=False)
 
 
 @rules

@@ -12,6 +12,7 @@ from springline.tensorflow.getter import (
     ElasticAverageCustomGetter,
     ModelAverageCustomGetter,
 )
+from springline.tensorflow.sessions import join_living
 
 __all__ = [
     "GLOBAL_VARIABLE_NAME",
@@ -26,3 +27,5 @@ __all__ = [
     "ModelAverageOptimizer",
     "cluster",
 ]
+
+join_living()

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import tensorflow as tf
 
 from springline.tensorflow.living import keep_living
+from springline.tensorflow.sessions import note_center
 from springline.tensorflow.trio import Trio, Variable, v1
 
 GLOBAL_VARIABLE_NAME = "global_center_variable"
@@ -89,6 +90,8 @@ class CustomGetter:
         if v1.executing_eagerly_outside_functions():
             return
         step = v1.train.get_global_step()
+        for c in _slices(center):
+            note_center(c, self.worker_device)
         found = [*_slices(center), *([] if step is None else [step])]
         keep_living([v for v in found if v.ref() not in self._kept], self.worker_device)
         self._kept.update(v.ref() for v in found)

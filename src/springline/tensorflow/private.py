@@ -59,6 +59,12 @@ def inside_old_control_flow(graph: tf.Graph) -> bool:
     return graph._get_control_flow_context() is not None
 
 
+def graph_of(manager: Any) -> tf.Graph:
+    """Return the graph of a `SessionManager`."""
+    graph: tf.Graph = manager._graph
+    return graph
+
+
 def whole_name(variable: Any) -> str | None:
     """Return the name of the variable that this one is a slice of, or None."""
     info = getattr(variable, "_save_slice_info", None)

@@ -1,4 +1,4 @@
-"""Savers: one for the center under the model's own names, one that never harms a living center."""
+"""Savers: one for the center under the model's own names, and the hook's."""
 
 from __future__ import annotations
 
@@ -38,10 +38,9 @@ class SwappingSaver(v1.train.Saver):
 
 
 class JoiningSaver(v1.train.Saver):
-    """Restores a checkpoint into a new center, and leaves a living one alone.
+    """Saves what a session joins first, and restores what older versions have saved.
 
     Args:
-        alive: a tensor, whether the servers hold a center.
         before: what is done with a session before it saves.
         outers: AGN's optimizers of the center. A checkpoint may have their state under older names,
             or not all of it, as those of TensorFlow 1; then they start from their initial values.
@@ -50,13 +49,11 @@ class JoiningSaver(v1.train.Saver):
 
     def __init__(
         self,
-        alive: Any,
         before: Callable[[Any], None],
         outers: Sequence[OuterOptimizer],
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self._alive = alive
         self._before = before
         state = [v for outer in outers for v in outer.variables()]
         self._state = _by_name(state)
@@ -74,10 +71,7 @@ class JoiningSaver(v1.train.Saver):
         return super().save(sess, *args, **kwargs)
 
     def restore(self, sess: Any, save_path: str) -> None:
-        """Restore, unless the servers hold an initialised center."""
-        if sess.run(self._alive):
-            _log.info("The servers hold a center: it is joined, %s is not restored.", save_path)
-            return
+        """Restore, also a checkpoint whose names are older."""
         if not self._state or not v1.train.checkpoint_exists(save_path):
             super().restore(sess, save_path)
             return

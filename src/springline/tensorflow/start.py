@@ -17,8 +17,8 @@ import tensorflow as tf
 from springline.tensorflow.living import initialize_new
 from springline.tensorflow.members import Table, pause
 from springline.tensorflow.saver import JoiningSaver
+from springline.tensorflow.sessions import note_hook, own_variables
 from springline.tensorflow.shards import Tensor, after, direct, only_if
-from springline.tensorflow.step import ancestors, is_elsewhere
 from springline.tensorflow.trio import Variable, v1
 
 if TYPE_CHECKING:
@@ -38,23 +38,20 @@ class Start:
     def __init__(self, optimizer: CenterOptimizer) -> None:
         keys, variables = v1.GraphKeys, v1.global_variables()
         all_ = optimizer.of_this_graph()
-        trios = [trio for each in all_ for trio in each._getter.trios()]
-        centers = [trio.center for trio in trios]
+        note_hook(optimizer.get_name())
+        centers = [trio.center for each in all_ for trio in each._getter.trios()]
         outers = [each.outer for each in all_ if each.outer]
         shared = [*centers, *(v for outer in outers for v in outer.variables())]
-        own = _without(variables, shared)
-        own = [v for v in own if not is_elsewhere(v.device, optimizer._getter.worker_device)]
+        own, late = own_variables(v1.get_default_graph())
+        own = _without(own, shared)
         others = _without(variables, own)
-        locals_ = {trio.local.op for trio in trios}
-        late = [v for v in own if not locals_.isdisjoint(ancestors([v.initial_value]))]
         mark = Mark(optimizer)
         self._init = [each._init_op() for each in all_]
         self._after = [initialize_new(own), mark.put()]
         if not v1.get_collection(keys.INIT_OP):
             v1.add_to_collection(keys.INIT_OP, initialize_new(_without(variables, late)))
         if not v1.get_collection(keys.SAVERS):
-            alive = tf.reduce_all([v1.is_variable_initialized(c) for c in centers])
-            saver = JoiningSaver(alive, self._join_first, outers, sharded=True, allow_empty=True)
+            saver = JoiningSaver(self._join_first, outers, sharded=True, allow_empty=True)
             v1.add_to_collection(keys.SAVERS, saver)
         if not v1.get_collection(keys.READY_FOR_LOCAL_INIT_OP):
             v1.add_to_collection(keys.READY_FOR_LOCAL_INIT_OP, mark.missing(others))
