@@ -38,7 +38,6 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 def _bars(panel: Axes, rows: Sequence[Row]) -> None:
     places = range(len(rows))
-    most = rows[0].target[0]
     ratio = rows[0].case.kind in ("step", "training")
     base = 1.0 if ratio else 0.0
     for place, row in zip(places, rows, strict=True):
@@ -46,17 +45,19 @@ def _bars(panel: Axes, rows: Sequence[Row]) -> None:
         colour = COLOURS[row.case.rule]
         panel.bar(place, median - base, 0.6, bottom=base, color=colour, alpha=0.75)
         panel.vlines(place, low, high, color="#222222", linewidth=1)
-    panel.axhline(most, color=GREY, linewidth=0.9, linestyle="--")
-    panel.annotate(
-        f"target: {most:g}",
-        (1, most),
-        (-2, 2),
-        xycoords=("axes fraction", "data"),
-        textcoords="offset points",
-        fontsize=7.5,
-        color=GREY,
-        horizontalalignment="right",
-    )
+    for place, row in zip(places, rows, strict=True):
+        most = row.target[0]
+        panel.hlines(most, place - 0.5, place + 0.5, color=GREY, linewidth=0.9, linestyle="--")
+        if place == len(rows) - 1 or rows[place + 1].target[0] != most:
+            panel.annotate(
+                f"target: {most:g}",
+                (place + 0.5, most),
+                (-2, 2),
+                textcoords="offset points",
+                fontsize=7.5,
+                color=GREY,
+                horizontalalignment="right",
+            )
     if ratio:
         panel.axhline(1.0, color="#222222", linewidth=0.8)
     panel.set_xticks(
