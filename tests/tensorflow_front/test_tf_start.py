@@ -14,6 +14,7 @@ train = v1.train
 kinds = pytest.mark.parametrize("resource", [True, *slow(False)], ids=["resource", "reference"])
 
 rules = pytest.mark.parametrize("rule", GETTERS)
+one_rule = pytest.mark.parametrize("rule", ["elastic", *slow("average", "agn")])
 
 
 def sgd():
@@ -280,7 +281,7 @@ SCAFFOLDS = {
 
 
 @kinds
-@rules
+@one_rule
 @pytest.mark.parametrize("hook", [True, False], ids=["hook", "no hook"])
 @pytest.mark.parametrize("given", SCAFFOLDS)
 def test_what_a_scaffold_is_given_leaves_a_living_center_alone(
