@@ -22,6 +22,7 @@ from springline.worker import Worker
 # Columns of the board, a mapped file with a row per rank. The last row's DONE asks all to stop.
 PROCESS, LONGEST, DONE, BUSY, CHILDREN, COLUMNS = range(6)
 ORPHANS = 40  # at most about so many at a time: each keeps a copy of its worker's memory
+TICK = 20e6  # nanoseconds in which the kernel counts what a running process has run
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -38,20 +39,32 @@ class Clock:
 
     def __init__(self, board):
         self._board = board
-        self._last = time.monotonic_ns(), self._kept_waiting()
+        self._seen = {}  # by process: since when it has run and been kept for as long as it has
+        self._last = time.monotonic_ns(), self._kept_waiting(time.monotonic_ns())
 
-    def _kept_waiting(self):
-        """By process, how long it could run, and the kernel let others; of all that live."""
+    def _kept_waiting(self, now):
+        """By process, how long it could run, and the kernel let others; of all that live.
+
+        The kernel counts that when it lets the process run again: until then it stands still.
+        """
         found = {}
         for process in self._board[:WORKERS, PROCESS].tolist():
             with contextlib.suppress(OSError, ValueError):  # it is gone, or has just begun
-                found[process] = int(Path(f"/proc/{process}/schedstat").read_text().split()[1])
+                status = Path(f"/proc/{process}")
+                counts = (status / "schedstat").read_text()
+                if self._seen.get(process, ("",))[0] != counts:
+                    self._seen[process] = counts, now
+                still = now - self._seen[process][1]
+                runnable = (status / "stat").read_text().rpartition(")")[2].split()[0] == "R"
+                kept = still - TICK if runnable and still > TICK else 0
+                found[process] = int(counts.split()[1]) + kept
         return found
 
     def lap(self):
         """Return how much has gone by since the last call."""
-        (then, before), self._last = self._last, (time.monotonic_ns(), self._kept_waiting())
-        now, after = self._last
+        (then, before), now = self._last, time.monotonic_ns()
+        after = self._kept_waiting(now)
+        self._last = now, after
         kept = max((after[p] - before.get(p, after[p]) for p in after), default=0)
         return max(0, now - then - kept)
 
