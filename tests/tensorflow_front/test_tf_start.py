@@ -121,19 +121,13 @@ def test_a_moving_average_of_a_second_model(rule, resource):
 @kinds
 @rules
 def test_a_saver_of_the_scripts_own_finds_the_workers_variables(rule, resource, tmp_path):
-    """TensorFlow saves before the hook's turn."""
-
-    def more(model):
-        with v1.device(model.getter.worker_device):
-            model.moving = v1.get_variable("moving", [], trainable=False)
-        return bowl(model)
-
-    model = Model(Servers(1, 1), rule, 0, 1, sgd, more, True, resource=resource)
+    """TensorFlow saves before the hook's turn, and a moving average starts from the center."""
+    model = Model(Servers(1, 1), rule, 0, 1, sgd, averaged, True, resource=resource)
     with model.graph.as_default():
         scaffold = train.Scaffold(saver=train.Saver())
     model.session = session_of(model, True, checkpoint_dir=str(tmp_path), scaffold=scaffold)
-    saved = tf.train.load_variable(str(tmp_path), "moving")
-    close(raw(model.session).run(model.moving), saved)
+    saved = tf.train.load_variable(str(tmp_path), model.average.op.name)
+    close(model.values()["center"]["v"], saved)
 
 
 @rules
@@ -255,8 +249,13 @@ def test_a_session_without_the_hook_joins(rule, resource, monitored):
 
 
 def with_statistics(model):
-    """A variable on the servers that is nobody's parameter, as those of BatchNorm."""
+    """A variable on the servers that is nobody's parameter, as those of BatchNorm; one on its own.
+
+    A `Saver` of the script's own saves both.
+    """
     loss = bowl(model)
+    with v1.device(model.getter.worker_device):
+        model.scale = v1.get_variable("scale", initializer=8.0, trainable=False)
     model.moving = v1.get_variable(
         "moving", [], initializer=v1.zeros_initializer(), trainable=False
     )
@@ -314,7 +313,18 @@ def test_what_a_scaffold_is_given_leaves_a_living_center_alone(
     assert found["global_step"] == before["global_step"] == 3
     tf.nest.map_structure(close, found["center"], before["center"])
     tf.nest.map_structure(close, found["local"], before["center"])
-    assert raw(second.session).run(second.moving) == 1
+    assert raw(second.session).run([second.moving, second.scale]) == [1, 8]
+
+
+@rules
+def test_what_an_init_fn_loads_for_nothing_is_refused(rule):
+    """The session sets the worker's variables to the center: it trained from random ones."""
+    model = Model(Servers(1, 1), rule, 0, 1, sgd, bowl, True, **{PERIODS[rule]: 1})
+    with model.graph.as_default():
+        load = v1.assign(model.v, [9.0] * 3).op
+        scaffold = train.Scaffold(init_fn=lambda scaffold, session: session.run(load))
+    with pytest.raises(RuntimeError, match=r"has loaded 'v:0'.*swapping_saver"):
+        start_in_time(model, True, scaffold=scaffold)
 
 
 @kinds
@@ -352,9 +362,10 @@ def test_a_variable_on_a_workers_own_device_without_the_hook(rule):
     model = Model(servers, rule, 1, 2, sgd, scaled, **{PERIODS[rule]: 100})
     start_in_time(model, hooks=False)
     assert raw(model.session).run(model.scale) == 8
-    model = Model(servers, rule, 1, 2, sgd, averaged, **{PERIODS[rule]: 100})
-    with pytest.raises(RuntimeError, match=r"ExponentialMovingAverage.*make_session_run_hook"):
-        start_in_time(model, hooks=False)
+    for chief in (False, True):
+        model = Model(servers, rule, 1, 2, sgd, averaged, **{PERIODS[rule]: 100})
+        with pytest.raises(RuntimeError, match=r"ExponentialMovingAverage.*make_session_run_hook"):
+            start_in_time(model, chief, hooks=False)
 
 
 @rules

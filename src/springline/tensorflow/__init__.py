@@ -12,6 +12,7 @@ from springline.tensorflow.getter import (
     ElasticAverageCustomGetter,
     ModelAverageCustomGetter,
 )
+from springline.tensorflow.optimizer import optimizers_of
 from springline.tensorflow.sessions import join_living
 
 __all__ = [
@@ -28,4 +29,4 @@ __all__ = [
     "cluster",
 ]
 
-join_living()
+join_living(optimizers_of)

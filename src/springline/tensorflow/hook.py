@@ -36,10 +36,9 @@ class CenterHook(v1.train.SessionRunHook):
     def begin(self) -> None:
         """Add what a session needs to the graph, once: a later one may find it finalized."""
         self._start = self._optimizer.started = self._optimizer.started or Start(self._optimizer)
-        self._start.begin()
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """Start from the center."""
+        """Start from the center, if the session was not made by a `SessionManager`."""
         self._start.join(session)
         note_worker(self)
         servers_answered()

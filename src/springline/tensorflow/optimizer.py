@@ -90,6 +90,7 @@ class CenterOptimizer(WrappingOptimizer):
         self._locking = use_locking
         self._timeout = timeout
         self._steps: list[Step] = []
+        self._loaded: dict[Any, tuple[Trio, Tensor]] = {}  # whether each variable is initialised
         self.started: Start | None = None  # by its first hook
         self._turns = Turns(self.get_name())
         self._eager = EagerCenter(self, num_worker) if eager else None
@@ -100,8 +101,12 @@ class CenterOptimizer(WrappingOptimizer):
 
     def of_this_graph(self) -> list[CenterOptimizer]:
         """Return all optimizers of its graph, itself among them, in the order they were made."""
-        graph = self._local_step.graph
-        return [each for each in _in_graphs.values() if each._local_step.graph is graph]
+        return optimizers_of(self._local_step.graph)
+
+    def whether_loaded(self, session: Any) -> tuple[list[Trio], list[bool]]:
+        """Return what it trains, and whether the worker's variables are initialised yet."""
+        found = self._loaded.values()
+        return [trio for trio, _ in found], session.run([loaded for _, loaded in found])
 
     def apply_gradients(
         self, grads_and_vars: GradsAndVars, global_step: Any = None, name: str | None = None
@@ -130,6 +135,10 @@ class CenterOptimizer(WrappingOptimizer):
         found = trained(pairs, self._getter.trio)
         trios = [trio for _, trio in found]
         shards, worker = cut(trios, global_step), self._getter.worker_device
+        with tf.control_dependencies(None):
+            for trio in trios:
+                loaded = tf.identity(v1.is_variable_initialized(trio.local))
+                self._loaded[trio.local.ref()] = trio, loaded
         if self._num_worker > 1:
             refuse_private_counter(shards, worker)
         # Each train operation has its own count; most often there is but one.
@@ -278,3 +287,8 @@ class CenterOptimizer(WrappingOptimizer):
         if self._eager:
             raise no_meaning("make_session_run_hook")
         return CenterHook(self)
+
+
+def optimizers_of(graph: tf.Graph) -> list[CenterOptimizer]:
+    """Return all optimizers of a graph, in the order they were made."""
+    return [each for each in _in_graphs.values() if each._local_step.graph is graph]

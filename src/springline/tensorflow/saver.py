@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -37,24 +37,17 @@ class SwappingSaver(v1.train.Saver):
         super().restore(_plain(sess), save_path)
 
 
-class JoiningSaver(v1.train.Saver):
-    """Saves what a session joins first, and restores what older versions have saved.
+class OlderSaver(v1.train.Saver):
+    """Restores what older versions have saved, too.
 
     Args:
-        before: what is done with a session before it saves.
         outers: AGN's optimizers of the center. A checkpoint may have their state under older names,
             or not all of it, as those of TensorFlow 1; then they start from their initial values.
         **kwargs: of `tf.compat.v1.train.Saver`.
     """
 
-    def __init__(
-        self,
-        before: Callable[[Any], None],
-        outers: Sequence[OuterOptimizer],
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, outers: Sequence[OuterOptimizer], **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._before = before
         state = [v for outer in outers for v in outer.variables()]
         self._state = _by_name(state)
         self._renamed = [  # since older versions; slices had no name that could be found again
@@ -64,11 +57,6 @@ class JoiningSaver(v1.train.Saver):
         renamed = [v for _, v in self._renamed]
         self._but_renamed = _saver_without(renamed, **kwargs) if renamed else self
         self._but_state = _saver_without(state, **kwargs) if state else self
-
-    def save(self, sess: Any, *args: Any, **kwargs: Any) -> Any:
-        """Save, also what the session has not come to initialise yet."""
-        self._before(sess)
-        return super().save(sess, *args, **kwargs)
 
     def restore(self, sess: Any, save_path: str) -> None:
         """Restore, also a checkpoint whose names are older."""

@@ -9,6 +9,7 @@ to it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,8 @@ import tensorflow as tf
 
 from springline.tensorflow.living import initialize_new
 from springline.tensorflow.members import Table, pause
-from springline.tensorflow.saver import JoiningSaver
-from springline.tensorflow.sessions import note_hook, own_variables
+from springline.tensorflow.saver import OlderSaver
+from springline.tensorflow.sessions import own_variables
 from springline.tensorflow.shards import Tensor, after, direct, only_if
 from springline.tensorflow.trio import Variable, v1
 
@@ -38,7 +39,6 @@ class Start:
     def __init__(self, optimizer: CenterOptimizer) -> None:
         keys, variables = v1.GraphKeys, v1.global_variables()
         all_ = optimizer.of_this_graph()
-        note_hook(optimizer.get_name())
         centers = [trio.center for each in all_ for trio in each._getter.trios()]
         outers = [each.outer for each in all_ if each.outer]
         shared = [*centers, *(v for outer in outers for v in outer.variables())]
@@ -46,12 +46,13 @@ class Start:
         own = _without(own, shared)
         others = _without(variables, own)
         mark = Mark(optimizer)
+        self._joined: weakref.ref[Any] | None = None  # the last session
         self._init = [each._init_op() for each in all_]
         self._after = [initialize_new(own), mark.put()]
         if not v1.get_collection(keys.INIT_OP):
             v1.add_to_collection(keys.INIT_OP, initialize_new(_without(variables, late)))
         if not v1.get_collection(keys.SAVERS):
-            saver = JoiningSaver(self._join_first, outers, sharded=True, allow_empty=True)
+            saver = OlderSaver(outers, sharded=True, allow_empty=True)
             v1.add_to_collection(keys.SAVERS, saver)
         if not v1.get_collection(keys.READY_FOR_LOCAL_INIT_OP):
             v1.add_to_collection(keys.READY_FOR_LOCAL_INIT_OP, mark.missing(others))
@@ -59,20 +60,12 @@ class Start:
             needed = [*others, *v1.local_variables()]
             v1.add_to_collection(keys.READY_OP, v1.report_uninitialized_variables(needed))
 
-    def begin(self) -> None:
-        """Expect a new session."""
-        self._joined = False
-
     def join(self, session: Any) -> None:
         """Set the worker to the center, and then what may start from the worker's variables."""
-        session.run(self._init)
-        session.run(self._after)
-        self._joined = True
-
-    def _join_first(self, session: Any) -> None:
-        """Join if no session has: TensorFlow saves new variables before the hook's turn."""
-        if not self._joined:
-            self.join(session)
+        if self._joined is None or self._joined() is not session:
+            session.run(self._init)
+            session.run(self._after)
+            self._joined = weakref.ref(session)
 
 
 class Mark:
