@@ -2,7 +2,10 @@
 
 import multiprocessing
 import os
+import threading
 from concurrent.futures import ProcessPoolExecutor
+
+from network import enter
 
 context = multiprocessing.get_context("forkserver")
 # What cannot be imported is left out. No thread is started by an import: a fork is clean.
@@ -10,13 +13,13 @@ context.set_forkserver_preload(["pytest", "hypothesis", "springline", "torch.dis
 
 
 def fork(function, *args):
-    """Run `function(pipe, *args)` in a process that has our environment and opened nothing.
+    """Run `function(pipe, *args)` in a process with our environment and network, nothing opened.
 
     Returns:
         The process and our end of the pipe.
     """
     ours, theirs = context.Pipe()
-    target = function, theirs, dict(os.environ), *args
+    target = function, theirs, dict(os.environ), _network(), *args
     process = context.Process(target=_call, args=target, daemon=True)
     process.start()
     theirs.close()
@@ -25,16 +28,22 @@ def fork(function, *args):
 
 def pool(processes):
     """Return an executor of such processes."""
-    return ProcessPoolExecutor(
-        processes, context, initializer=_set_environment, initargs=(dict(os.environ),)
-    )
+    here = dict(os.environ), _network()
+    return ProcessPoolExecutor(processes, context, initializer=_move, initargs=here)
 
 
-def _set_environment(environment):
-    os.environ.clear()  # that of the first test that had a process forked
+def _network():
+    """Return the network that this thread is in."""
+    return f"/proc/{os.getpid()}/task/{threading.get_native_id()}/ns/net"
+
+
+def _move(environment, network):
+    """Leave the environment and the network of the first test that had a process forked."""
+    os.environ.clear()
     os.environ.update(environment)
+    enter(network)
 
 
-def _call(function, pipe, environment, *args):
-    _set_environment(environment)
+def _call(function, pipe, environment, network, *args):
+    _move(environment, network)
     function(pipe, *args)
