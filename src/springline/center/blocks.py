@@ -122,8 +122,7 @@ def points_of(
     """Return each block as it is in `center`, whose bytes begin at `base`, and in scratch."""
     found: Points = []
     for range_ in blocks:
-        part = center[range_.start - base : range_.stop - base]
-        now = _point(plan, range_, shaped(plan, range_, part), state)
+        now = point_of(plan, range_, center, state, base)
         found.append((now, _like(now, scratch)))
     return found
 
@@ -136,8 +135,9 @@ def shaped(plan: Plan, range_: ByteRange, part: Bytes) -> Array:
     return flat.reshape(plan.layout.entries[range_.entry].shape)
 
 
-def _point(plan: Plan, range_: ByteRange, c: Array, state: State) -> Point:
-    """Return a block's `c` with its part of the outer optimizer's state."""
+def point_of(plan: Plan, range_: ByteRange, center: Bytes, state: State, base: int = 0) -> Point:
+    """Return a block's `c` with its part of the outer optimizer's state; `center` begins at `base`."""
+    c = shaped(plan, range_, center[range_.start - base : range_.stop - base])
     if range_.entry is None:
         return Point(c, {})
     arrays = state.get(range_.entry, {})

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from springline.center import checkpoint
+from springline.center.blocks import point_of
 from springline.center.center import Center, Progress, check_finite
 from springline.center.journal import Journal
 from springline.center.layout import Bytes, Layout, aligned_zeros
@@ -33,6 +34,8 @@ from springline.center.plan import (
     Memory,
     Plan,
 )
+from springline.center.state import arrays_of
+from springline.center.verbs import put
 from springline.center.waiting import describe_rank, is_alive
 from springline.errors import rank_in_use
 from springline.rules.rule import Rule
@@ -134,13 +137,14 @@ class MemoryCenter(Center):
 
     def _copy(self, center: Bytes, state: Bytes | None = None) -> None:
         """Copy the center, and the outer optimizer's state with it, shard by shard."""
+        ours = {} if state is None else arrays_of(self.plan.state, state)
+        theirs = {} if state is None else self.memory.state_of(self.plan)
         for k, shard in enumerate(self.plan.shards):
+            blocks = self.plan.blocks(shard)
             with self.shard_lock(k):
-                center[shard.start : shard.stop] = self.memory.center[shard.start : shard.stop]
-                for s in self.plan.state:
-                    offset = self.layout.entries[s.parameter].offset
-                    if state is not None and shard.start <= offset < shard.stop:
-                        np.copyto(s.view(state), s.view(self.memory.state))
+                for block in blocks:  # a parameter may lie in several shards
+                    now = point_of(self.plan, block, self.memory.center, theirs)
+                    put(now, point_of(self.plan, block, center, ours))
 
     def join(self, rank: int, rule: Rule, timeout: float | None = None) -> MemoryMember:
         """Become the worker of that rank."""
