@@ -113,10 +113,12 @@ def test_get_control_flow_context():
     assert seen == [False, True, True]
 
 
-def test_graph():
+def test_graph_and_ready_for_local_init_op():
     with tf.Graph().as_default() as graph:
-        manager = v1.train.SessionManager()
+        ready = v1.report_uninitialized_variables()
+        manager = v1.train.SessionManager(tf.no_op(), ready_for_local_init_op=ready)
     assert kept(manager, "_graph") is graph is private.graph_of(manager)
+    assert kept(manager, "_ready_for_local_init_op") is ready is private.readiness_of(manager)
 
 
 @pytest.mark.parametrize("resource", [True, False], ids=["resource", "reference"])
@@ -151,4 +153,5 @@ def test_no_other_file_uses_any():
     own = {name for _, made in names.values() for name in made} | {"_exit"}  # of `os`
     theirs = {file: read - own for file, (read, _) in names.items() if read - own}
     found = {"_get_control_flow_context", "_graph", "_learning_rate", "_lr"}
-    assert theirs == {"private.py": found | {"_save_slice_info", "_use_nesterov"}}
+    found |= {"_ready_for_local_init_op", "_save_slice_info", "_use_nesterov"}
+    assert theirs == {"private.py": found}

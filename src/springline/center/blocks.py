@@ -136,7 +136,7 @@ def shaped(plan: Plan, range_: ByteRange, part: Bytes) -> Array:
 
 
 def point_of(plan: Plan, range_: ByteRange, center: Bytes, state: State, base: int = 0) -> Point:
-    """Return a block's `c` with its part of the outer optimizer's state; `center` begins at `base`."""
+    """Return a block's `c`, in a buffer that begins at `base`, with its part of the state."""
     c = shaped(plan, range_, center[range_.start - base : range_.stop - base])
     if range_.entry is None:
         return Point(c, {})

@@ -194,7 +194,7 @@ class Layout:
         """Cut a shard into blocks that stay in cache.
 
         Args:
-            shard: one of `shards`.
+            shard: one of `shards`, made with the same arguments, or with a parameter in one only.
             whole: no block crosses the boundary of a parameter, and each knows its own.
             elementwise: a parameter may be cut into several blocks.
         """

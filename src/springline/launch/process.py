@@ -217,7 +217,10 @@ class WorkerProcess(Task):
         return True
 
     def send(self, number: signal.Signals) -> None:
-        """Send it a signal, also if it has just ended: only `look` reaps it (Popen's would)."""
+        """Send it a signal, even if it has just ended.
+
+        Not by `Popen.send_signal`, which would reap it before `look` does.
+        """
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self._process.pid, number)

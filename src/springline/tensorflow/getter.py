@@ -91,7 +91,8 @@ class CustomGetter:
             return
         step = v1.train.get_global_step()
         for c in _slices(center):
-            note_center(c, self.worker_device)
+            if c.ref() not in self._kept:  # it may be used again
+                note_center(c, self.worker_device)
         found = [*_slices(center), *([] if step is None else [step])]
         keep_living([v for v in found if v.ref() not in self._kept], self.worker_device)
         self._kept.update(v.ref() for v in found)

@@ -65,6 +65,11 @@ def graph_of(manager: Any) -> tf.Graph:
     return graph
 
 
+def readiness_of(manager: Any) -> Any:
+    """Return what a `SessionManager` asks for the names of what is not initialised; or None."""
+    return manager._ready_for_local_init_op
+
+
 def whole_name(variable: Any) -> str | None:
     """Return the name of the variable that this one is a slice of, or None."""
     info = getattr(variable, "_save_slice_info", None)

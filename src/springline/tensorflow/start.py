@@ -1,7 +1,7 @@
 """How a session starts: which variables it initialises, and which it waits for.
 
-The center is made by the first session that is chief, and marked as made; every later one joins
-it, whatever it is told, with the hook or without. Of the other global variables a worker
+The center is made by the first session that is chief, which marks it as made if it has the hook;
+every later one joins it, whatever it is told (see sessions.py). Of the other global variables a worker
 initialises by itself those on its own device, which no chief can, and waits for the rest. A moving
 average of the worker's variables starts from the center: it is initialised only once they are set
 to it.
@@ -48,9 +48,11 @@ class Start:
         mark = Mark(optimizer)
         self._joined: weakref.ref[Any] | None = None  # the last session
         self._init = [each._init_op() for each in all_]
-        self._after = [initialize_new(own), mark.put()]
+        self._after = initialize_new(own)
+        self._mark, self._made = mark.put(), mark.made()
+        self.initialize_new = initialize_new(_without(variables, late))
         if not v1.get_collection(keys.INIT_OP):
-            v1.add_to_collection(keys.INIT_OP, initialize_new(_without(variables, late)))
+            v1.add_to_collection(keys.INIT_OP, self.initialize_new)
         if not v1.get_collection(keys.SAVERS):
             saver = OlderSaver(outers, sharded=True, allow_empty=True)
             v1.add_to_collection(keys.SAVERS, saver)
@@ -67,6 +69,14 @@ class Start:
             session.run(self._after)
             self._joined = weakref.ref(session)
 
+    def mark(self, session: Any) -> None:
+        """Mark the center as made: a chief has started."""
+        session.run(self._mark)
+
+    def is_marked(self, session: Any) -> bool:
+        """Whether a chief has started since the servers have."""
+        return bool(session.run(self._made))
+
 
 class Mark:
     """A mark on a server that the center is made; workers wait for it.
@@ -82,6 +92,10 @@ class Mark:
     def put(self) -> Tensor:
         """Return a tensor that is there when the mark is."""
         return direct(self._shard, lambda: [after([self._table.put("center", 1)])])[0]
+
+    def made(self) -> Tensor:
+        """Return whether the mark is there."""
+        return direct(self._shard, lambda: [self._table["center"] > 0])[0]
 
     def missing(self, variables: Sequence[Variable]) -> Any:
         """Return the names of those that are not initialised, after waiting for them.
