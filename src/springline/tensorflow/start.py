@@ -1,10 +1,10 @@
 """How a session starts: which variables it initialises, and which it waits for.
 
 The center is made by the first session that is chief, which marks it as made if it has the hook;
-every later one joins it, whatever it is told (see sessions.py). Of the other global variables a worker
-initialises by itself those on its own device, which no chief can, and waits for the rest. A moving
-average of the worker's variables starts from the center: it is initialised only once they are set
-to it.
+every later one joins it, whatever it is told (see sessions.py). Of the other global variables a
+worker initialises by itself those on its own device, which no chief can, and waits for the rest. A
+moving average of the worker's variables starts from the center: it is initialised only once they
+are set to it.
 """
 
 from __future__ import annotations
