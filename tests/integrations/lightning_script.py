@@ -103,11 +103,13 @@ def main(kind, at=0):
     model = Counter()
     data = DataLoader(range(40), 4, shuffle=True)
     trainer.fit(model, data, DataLoader(range(4), 4), ckpt_path="last")
-    print("after fit", model.w.mean().item(), "steps", trainer.global_step, flush=True)
+    # In one piece each: under torchrun two processes write to the same pipe.
+    print(f"after fit {model.w.mean().item()} steps {trainer.global_step}", flush=True)
     tests = DataLoader(range(4), 4)
     path = "best" if kind == "best" else None
     [tested] = trainer.test(model, tests, ckpt_path=path, verbose=False)
-    print("tested", tested["test_weight"], type(trainer.strategy).__mro__[1].__name__, flush=True)
+    strategy = type(trainer.strategy).__mro__[1].__name__
+    print(f"tested {tested['test_weight']} {strategy}", flush=True)
     if trainer.is_global_zero:
         springline.report(f"weight {model.w.mean().item():.0f}")
 
