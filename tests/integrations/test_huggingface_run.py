@@ -112,6 +112,7 @@ def test_a_worker_without_checkpoints_goes_on_in_the_middle_of_an_epoch(tmp_path
     assert again["eval_loss"] == whole["eval_loss"]
 
 
+@pytest.mark.slow
 def test_torchrun_is_refused_where_the_trainer_would_use_ddp(tmp_path):
     output = python(tmp_path, *TORCHRUN, SCRIPT, "out", fails=True)
     assert "would train in parallel by itself (distributed)" in output

@@ -292,6 +292,7 @@ def test_accumulation_in_a_worker_that_is_killed(tmp_path):
     assert steps == [0, 0, 1, 1, 2, 3, 3, 4, 4, *(4, 4, 5, 6, 6, 7, 7, 8)]
 
 
+@pytest.mark.slow
 def test_all_workers_stop_when_one_asks(tmp_path):
     output = launched(tmp_path, SCRIPT, "stops")
     for rank in range(2):
